@@ -126,7 +126,7 @@ class Engine:
             note_missing_parts(self._train, current.scores.counts())
         losses = current.scores.scales() or dict(minimized_in(progress.history))
         trained_before = self._check_trained()  # before the model of this epoch is saved
-        train_scores = name_scores("train", self._learner.epoch_scores.of(self._comm, current.scores, "train"))
+        train_scores = name_scores("train", self._learner.epoch_scores.compute(self._comm, current.scores, "train"))
         scores = with_totals(self._evaluate(current, train_scores), losses)
         self._is_idle = self._is_idle or (self._comm.size > 1 and trained_before != self._learner.trained_now())
         self._training.scores = scores

@@ -42,9 +42,9 @@ def _differing(comm: Communicator, state: ModelState, roles: Sequence[Role]) -> 
     named = named_kinds(state, roles)
     if comm.size == 1 or not named:
         return [{} for _ in roles]
-    own = sha256(repr(named).encode()).digest(), [digest for role in roles for digest in state.digests(role)]
-    everybodys = comm.gather(own, name="buffers")
-    if any(signature != own[0] for signature, _ in everybodys):
+    mine = sha256(repr(named).encode()).digest(), [digest for role in roles for digest in state.digests(role)]
+    everybodys = comm.gather(mine, name="buffers")
+    if any(signature != mine[0] for signature, _ in everybodys):
         check_alike(comm, "buffers", named)
     differ = iter([len(set(each)) > 1 for each in zip(*(digests for _, digests in everybodys), strict=True)])
     return [{name: tensor for name, tensor in state.tensors(role).items() if next(differ)} for role in roles]

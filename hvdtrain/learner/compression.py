@@ -174,10 +174,10 @@ class GradientCompressor:
         Args:
             others: the names of tensors that somebody else keeps there. All remaining ones are dropped.
         """
-        for kept in (state.shared, state.own):
-            for name in [name for name in kept if name not in others]:
+        for lists in (state.shared, state.own):
+            for name in [name for name in lists if name not in others]:
                 if self._must_forget or not name.startswith(self.prefixes):
-                    del kept[name]
+                    del lists[name]
         self._must_forget = False
         self._shared, self._own = state.shared, state.own
 

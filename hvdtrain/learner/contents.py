@@ -112,9 +112,11 @@ class CheckpointContents:
 
 def entries_with_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that hold tensors. Of an optimizer in the form of PyTorch's, these are in its state, not in its groups."""
-    kept = {name: entries[name] for name in WITH_TENSORS if name in entries}
-    optimizer = kept.get("optimizer")
-    return kept | ({"optimizer": {"state": optimizer["state"]}} if isinstance(optimizer, dict) and "state" in optimizer else {})
+    tensors = {name: entries[name] for name in WITH_TENSORS if name in entries}
+    optimizer = tensors.get("optimizer")
+    return tensors | (
+        {"optimizer": {"state": optimizer["state"]}} if isinstance(optimizer, dict) and "state" in optimizer else {}
+    )
 
 
 def tensor_shapes(entries: Mapping[str, Any]) -> dict[str, str]:

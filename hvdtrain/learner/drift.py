@@ -41,16 +41,18 @@ def check_weights(comm: Communicator, state: StateBase, facts: Mapping[str, str]
     if len(set(comm.gather(mix_seed(*sums), name="weights"))) == 1:
         return
     tensors = state.tensors("parameters")
-    own = dict(zip(tensors, sums, strict=True))
-    first = comm.gather(own if comm.rank == 0 else {}, name="weights_of_first")[0]
-    differing = set().union(*comm.gather({name for name in own if own[name] != first[name]}, name="weights_that_differ"))
-    names = [name for name in own if name in differing]
+    sums_here = dict(zip(tensors, sums, strict=True))
+    first = comm.gather(sums_here if comm.rank == 0 else {}, name="weights_of_first")[0]
+    differing = set().union(
+        *comm.gather({name for name in sums_here if sums_here[name] != first[name]}, name="weights_that_differ")
+    )
+    names = [name for name in sums_here if name in differing]
     of_first = dict(zip(names, comm.broadcast([tensors[name] for name in names], name="weights_that_differ"), strict=True))
     close = {name: tensor for name, tensor in of_first.items() if _is_rounding(state, tensors[name], tensor)}
-    texts = {name: f"the checksum {(first if name in close else own)[name]:016x}" for name in names}
+    texts = {name: f"the checksum {(first if name in close else sums_here)[name]:016x}" for name in names}
     check_alike(comm, "weights", {**facts, **texts})
     state.set_tensors("parameters", close)
-    log.detail(f"{len(names)} of {len(own)} parameters were rounded differently by the ranks: all take those of rank 0")
+    log.detail(f"{len(names)} of {len(sums_here)} parameters were rounded differently by the ranks: all take those of rank 0")
 
 
 def _is_rounding(state: StateBase, value: Tensor, reference: Tensor) -> bool:

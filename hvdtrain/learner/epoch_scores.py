@@ -46,15 +46,15 @@ class EpochScores:
 
     def __init__(self, functions: Mapping[str, Any]) -> None:
         self._functions: dict[str, ScoreFunction] = {}
-        self._of_ranks = [given.of_ranks for given in functions.values() if hasattr(given, "of_ranks")]
-        for name, given in functions.items():
+        self._of_ranks = [function.of_ranks for function in functions.values() if hasattr(function, "of_ranks")]
+        for name, value in functions.items():
             where = f"epoch_scores.{name}"
-            if hasattr(given, "of_ranks"):
+            if hasattr(value, "of_ranks"):
                 continue
-            if (function := as_function(given, where)) is not None:
+            if (function := as_function(value, where)) is not None:
                 self._functions[name] = _with_parameters(function, where)
 
-    def of(self, comm: Communicator, scores: Scores, dataset: str) -> dict[str, float]:
+    def compute(self, comm: Communicator, scores: Scores, dataset: str) -> dict[str, float]:
         """Collective, if there are functions. The means of losses and errors, and these scores; in alphabetical order.
 
         One whose function fails, or whose statistics an evaluation did not mark, is NaN, with a warning. In training, functions
@@ -64,43 +64,43 @@ class EpochScores:
             ConfigError: on all ranks: what a function returns is no number.
         """
         means = scores.means()
-        found: dict[str, float] = {}
+        own_scores: dict[str, float] = {}
         for of_ranks in self._of_ranks:
-            made = of_ranks(dataset, means)
-            if not isinstance(made, Mapping):
+            returned = of_ranks(dataset, means)
+            if not isinstance(returned, Mapping):
                 raise ConfigError.of(
-                    "wrong-result", f"epoch_scores: expected of_ranks to return a dict of scores by name, got {made!r:.60}"
+                    "wrong-result", f"epoch_scores: expected of_ranks to return a dict of scores by name, got {returned!r:.60}"
                 )
-            found |= {name: _number(name, value) for name, value in made.items()}
+            own_scores |= {name: _number(name, value) for name, value in returned.items()}
         if self._functions and scores.counts():
-            found |= on_rank_zero(comm, partial(self._of, scores, dataset), name="epoch_scores")
-        if not found:
+            own_scores |= on_rank_zero(comm, partial(self._of_functions, scores, dataset), name="epoch_scores")
+        if not own_scores:
             return means
-        if both := sorted(found.keys() & means.keys()):
+        if both := sorted(own_scores.keys() & means.keys()):
             raise ConfigError.of("duplicate", f"epoch_scores: expected names that no loss has, got {', '.join(both)}")
-        return dict(sorted({**means, **found}.items()))
+        return dict(sorted({**means, **own_scores}.items()))
 
-    def _of(self, scores: Scores, dataset: str) -> dict[str, float]:
+    def _of_functions(self, scores: Scores, dataset: str) -> dict[str, float]:
         import numpy  # here, as --help imports this file
 
-        found: dict[str, float] = {}
+        computed: dict[str, float] = {}
         sums = {name: numpy.array(of_name) if len(of_name) > 1 else of_name[0] for name, of_name in scores.statistics().items()}
         for name, function in self._functions.items():
-            given = {one: value for one, value in sums.items() if function.takes is None or one in function.takes}
-            missing = [one for one in function.needs if one not in given]
-            if dataset == "train" and (missing or (not given and (function.takes is None or function.takes))):
+            arguments = {state: value for state, value in sums.items() if function.takes is None or state in function.takes}
+            missing = [state for state in function.needs if state not in arguments]
+            if dataset == "train" and (missing or (not arguments and (function.takes is None or function.takes))):
                 continue
             try:
                 if missing:
                     raise LookupError(f"no statistic {missing[0]!r} was marked (mark_as_statistics), only: {', '.join(sums)}")
-                result = function.call(**given)
+                result = function.call(**arguments)
             except Exception as error:  # of the user's function; the epoch that was trained is not to be lost
                 log.warning(f"{dataset}: epoch_scores.{name} has no value: {type(error).__name__}: {error}")
-                found[name] = nan
+                computed[name] = nan
                 continue
             several = {f"{name}_{part}": value for part, value in result.items()} if hasattr(result, "items") else {name: result}
-            found.update({one: _number(one, value) for one, value in several.items()})
-        return found
+            computed.update({name: _number(name, value) for name, value in several.items()})
+        return computed
 
 
 def _number(name: str, value: Any) -> float:
@@ -127,8 +127,8 @@ def with_statistics(context: RunContext, as_tensor: Callable[[Any], Any]) -> dic
         ConfigError: a statistic does not have one row of numbers for each sequence.
     """
     losses = dict(context.losses)
-    for name, given in context.statistics.items():
-        rows = as_tensor(given)
+    for name, values in context.statistics.items():
+        rows = as_tensor(values)
         width = 1 if len(rows.shape) == 1 else rows.shape[-1]
         if len(rows.shape) not in (1, 2) or width is None or not 0 < width <= MOST:
             raise ConfigError.of(
@@ -150,11 +150,11 @@ def _with_parameters(function: Callable[..., Any], where: str) -> ScoreFunction:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # written in C
         parameters = None
-    if parameters is None or any(one.kind is one.POSITIONAL_ONLY and one.default is one.empty for one in parameters):
+    if parameters is None or any(each.kind is each.POSITIONAL_ONLY and each.default is each.empty for each in parameters):
         raise ConfigError.of(
             "wrong-signature", f"{where}: expected a function whose parameters are names of statistics, got {function!r}"
         )
-    named = {one.name: one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    needs = [name for name, one in named.items() if one.default is one.empty]
+    named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    needs = [name for name, each in named.items() if each.default is each.empty]
     return ScoreFunction(function, needs, None if takes_all else named.keys())

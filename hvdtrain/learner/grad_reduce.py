@@ -68,8 +68,8 @@ class GradReduce:
         self._counts.reset()
 
     def rank_local_state(self) -> tuple[StatePart, ...]:
-        kept: tuple[StatePart, ...] = ("kept",) if self._compressor.is_stateful else ()
-        return ("statistics", "counters", *kept) if self._counts.updates else kept
+        parts: tuple[StatePart, ...] = ("kept",) if self._compressor.is_stateful else ()
+        return ("statistics", "counters", *parts) if self._counts.updates else parts
 
     def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:
         if not self._counts.updates:

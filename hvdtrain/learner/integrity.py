@@ -55,14 +55,14 @@ def check_while_reading(path: Path) -> Iterator[None]:
         DamagedCheckpoint: it is damaged. This replaces an error of the code in the block, which is then only a consequence.
     """
     with ThreadPoolExecutor(1, "checking a checkpoint") as pool:
-        found = pool.submit(damage, path)
+        check = pool.submit(damage, path)
         try:
             yield
         except Exception:
-            if (damaged := found.result()) is not None:
+            if (damaged := check.result()) is not None:
                 raise DamagedCheckpoint(f"{path}: expected the file as it was written, got {damaged}") from None
             raise
-        damaged = found.result()
+        damaged = check.result()
     if damaged is not None:
         raise DamagedCheckpoint(f"{path}: expected the file as it was written, got {damaged}")
 
@@ -109,7 +109,7 @@ def _zip_damage(path: Path, view: memoryview) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive, ThreadPoolExecutor(_threads(), "checking a checkpoint") as pool:
             entries = archive.infolist()
-            whole = pool.map(lambda one: _is_intact(archive, one, view), entries)
+            whole = pool.map(lambda entry: _is_intact(archive, entry, view), entries)
             wrong = [entry.filename for entry, ok in zip(entries, whole, strict=True) if not ok]
     except (zipfile.BadZipFile, NotImplementedError, OSError, RuntimeError, struct.error, zlib.error) as error:
         if is_of_process(error):
@@ -141,8 +141,8 @@ def _stored_checksum(view: memoryview, is_zip: bool) -> tuple[int, str] | None:
     if len(view) < 8:
         return None
     [size] = struct.unpack_from("<Q", view)
-    found = re.search(rf'"{CHECKSUM}":"(\w{{8}})"'.encode(), bytes(view[8 : 8 + min(size, len(view))]))
-    return None if found is None else (8 + found.start(1), found.group(1).decode())
+    match = re.search(rf'"{CHECKSUM}":"(\w{{8}})"'.encode(), bytes(view[8 : 8 + min(size, len(view))]))
+    return None if match is None else (8 + match.start(1), match.group(1).decode())
 
 
 def _checksum(view: memoryview, place: int) -> str:
@@ -151,7 +151,9 @@ def _checksum(view: memoryview, place: int) -> str:
     Args:
         place: the position of the digits: in the header of a safetensors file, or at the end of an archive.
     """
-    start, end, header = 0, place, b""
+    start = 0
+    end = place
+    header = b""
     if place + len(BLANK) < len(view):
         [size] = struct.unpack_from("<Q", view)
         start, end = min(8 + size, len(view)), len(view)
@@ -159,8 +161,8 @@ def _checksum(view: memoryview, place: int) -> str:
     with ThreadPoolExecutor(_threads(), "checking a checkpoint") as pool:
         sums = pool.map(lambda first: _sums(view[first : min(first + PIECE, end)]), range(start, end, PIECE))
         total = zlib.crc32(header)
-        for one in sums:
-            total = zlib.crc32(one, total)
+        for piece_sums in sums:
+            total = zlib.crc32(piece_sums, total)
     return f"{total:08x}"
 
 
@@ -199,7 +201,7 @@ def _threads() -> int:
     return max(1, min(4, len(os.sched_getaffinity(0))))
 
 
-def check_same_save(model_file: Path, model: Mapping[str, Any], file: Path, other: Mapping[str, Any]) -> None:
+def check_same_save(model_file: Path, model: Mapping[str, Any], file: Path, entries: Mapping[str, Any]) -> None:
     """Check that two files belong to the same checkpoint: a backup may have restored only one of them.
 
     Raises:
@@ -207,10 +209,10 @@ def check_same_save(model_file: Path, model: Mapping[str, Any], file: Path, othe
     """
     if any(not isinstance(model.get(name), int) for name in ("epoch", "step")):
         return  # the caller that reads these entries reports the problem
-    both = [name for name in ("epoch", "step") if name in other]
-    differing = [name for name in both if model[name] != other[name]]
-    if differing or model.get(SAVE_ID) != other.get(SAVE_ID):
-        said = ", ".join(f"{name} {other[name]}" for name in both)
+    both = [name for name in ("epoch", "step") if name in entries]
+    differing = [name for name in both if model[name] != entries[name]]
+    if differing or model.get(SAVE_ID) != entries.get(SAVE_ID):
+        said = ", ".join(f"{name} {entries[name]}" for name in both)
         wanted = ", ".join(f"{name} {model[name]}" for name in both)
         raise DamagedCheckpoint(
             f"{file}: expected the state that was saved together with {model_file.name} ({wanted}), got that of another "
@@ -270,9 +272,9 @@ def check_shapes(file: Path, expected: object, entries: Mapping[str, Any], names
     Raises:
         DamagedCheckpoint: something is missing, or has another shape.
     """
-    found = shapes_of(entries)
+    shapes_here = shapes_of(entries)
     for path, shape in expected.items() if isinstance(expected, Mapping) else ():
-        if (got := found.get(path)) != shape:
+        if (got := shapes_here.get(path)) != shape:
             entry, *parts = path.split(".")
             numbers = [part for part in parts if part in names] if entry == "optimizer" else []
             of = f" of the parameter {names[numbers[0]]}" if numbers else ""

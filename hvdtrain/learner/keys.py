@@ -143,27 +143,28 @@ class LearnerKeys(Section):
         ]
 
     def _extra_problems(self) -> list[Problem]:
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for name, entry in self.extra_models.items():
             where = f"extra_models.{name}"
             if not isinstance(entry, dict) or entry.get("get_model") is None:
-                found += problem("wrong-type", f"{where}: expected a dict with the entry 'get_model', got {entry!r}")
+                problems += problem("wrong-type", f"{where}: expected a dict with the entry 'get_model', got {entry!r}")
                 continue
-            found += [
-                Problem.of("unknown-key", f"{where}.{other}: expected one of get_model, load, got {other!r}")
-                for other in entry
-                if other not in ("get_model", "load")
+            problems += [
+                Problem.of("unknown-key", f"{where}.{name}: expected one of get_model, load, got {name!r}")
+                for name in entry
+                if name not in ("get_model", "load")
             ]
-            get_model, load = entry["get_model"], entry.get("load")
+            get_model = entry["get_model"]
+            load = entry.get("load")
             if not callable(get_model) and not is_reference(get_model):
-                found += problem("wrong-type", f"{where}.get_model: expected a function or 'module:name', got {get_model!r}")
+                problems += problem("wrong-type", f"{where}.get_model: expected a function or 'module:name', got {get_model!r}")
             elif wrong := "" if isinstance(get_model, str) else signature_error(get_model, "*, epoch, step, device, **_"):
-                found += problem(
+                problems += problem(
                     "wrong-signature", f"{where}.get_model: expected a function (*, epoch, step, device, **_), got {wrong}"
                 )
             if load is not None and not isinstance(load, str):
-                found += problem("wrong-type", f"{where}.load: expected a model's file, got {load!r}")
-        return found
+                problems += problem("wrong-type", f"{where}.load: expected a model's file, got {load!r}")
+        return problems
 
     def _update_problems(self) -> list[Problem]:
         if problems := spec_problems(self.optimizer):

@@ -113,7 +113,7 @@ def check_marked_losses(losses: Mapping[str, Loss], is_tensor: Callable[[Any], b
 
 
 def check_same_normalized(
-    first: NormalizedLosses, own: NormalizedLosses, losses: Mapping[str, Loss] = NO_LOSSES, since: str = "epoch"
+    first: NormalizedLosses, current: NormalizedLosses, losses: Mapping[str, Loss] = NO_LOSSES, since: str = "epoch"
 ) -> None:
     """Raises: ConfigError, if a step's normalized losses differ from those of the first step.
 
@@ -123,16 +123,16 @@ def check_same_normalized(
     """
     faded = {name for name, loss in losses.items() if not loss.as_error and loss.scale == 0}
     if (
-        own == first
-        or not (own.names or first.names)
-        or (not first.is_only_loss and [name for name in first.names if name not in faded] == [*own.names])
+        current == first
+        or not (current.names or first.names)
+        or (not first.is_only_loss and [name for name in first.names if name not in faded] == [*current.names])
     ):
         return
-    late = sorted(set(own.names) - set(first.names))
+    late = sorted(set(current.names) - set(first.names))
     named = f": {', '.join(late)}" if late else ""
     hint = f" (a loss that begins later has a small scale, such as 1e-9, from the {since}'s first step on{named})"
     raise ConfigError.of(
-        "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step: {first}; got {own}{hint}"
+        "wrong-result", f"train_step: expected losses with use_normalized_loss as in the first step: {first}; got {current}{hint}"
     )
 
 
@@ -170,7 +170,8 @@ def split_by_sequence(
     Raises:
         ConfigError: an output has another number of rows, or of frames.
     """
-    count, known = len(batch.indices), frozenset(vectors)
+    count = len(batch.indices)
+    known = frozenset(vectors)
     sequences = [Outputs(known) for _ in range(count)]
     for name, (values, seq_lens) in outputs.items():
         if seq_lens is not None and batch.is_packed:
@@ -327,8 +328,8 @@ class Meter:
 
         On a GPU, losses are read a few steps late: once they have arrived, or when scores are taken.
         """
-        taken, self._not_finite = self._not_finite, []
-        return taken
+        not_finite, self._not_finite = self._not_finite, []
+        return not_finite
 
     def fetch(self) -> None:
         """Read all pending numbers, waiting for the device."""
@@ -349,8 +350,8 @@ class Meter:
         return self.clock.known_seconds()
 
     def _take(self) -> Scores:
-        taken, self._scores = self._scores, Scores()
-        return taken
+        scores, self._scores = self._scores, Scores()
+        return scores
 
     def _num_arrived(self, has_arrived: Callable[[Any], bool]) -> int:
         """The number of pending batches that can be read without waiting: numbers arrive in order."""
@@ -361,7 +362,8 @@ class Meter:
         if not num_batches:
             return
         batches, self._pending = self._pending[:num_batches], self._pending[num_batches:]
-        values, done = self._transfer.read([batch.numbers for batch in batches]), 0
+        values = self._transfer.read([batch.numbers for batch in batches])
+        done = 0
         for batch in batches:
             begin, done = done, done + 2 * len(batch.names)
             self._count(batch, values[begin:done])

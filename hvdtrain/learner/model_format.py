@@ -82,8 +82,8 @@ def unreadable(file: Path) -> Iterator[None]:
 def unreadable_error(file: Path, error: Exception) -> CheckpointError:
     text = str(error)
     if "weights_only" in text or "WeightsUnpickler" in text:  # PyTorch advises to load it nevertheless
-        found = re.search(r"(?:GLOBAL|Unsupported class) (\S+)", text)
-        what = f"needs code to be loaded: {found.group(1)}" if found else "contains more than that"
+        match = re.search(r"(?:GLOBAL|Unsupported class) (\S+)", text)
+        what = f"needs code to be loaded: {match.group(1)}" if match else "contains more than that"
         return DamagedCheckpoint(
             f"{file}: expected tensors and plain values, got a file that {what}; hvdtrain never runs code from a file (and "
             "neither should you, with weights_only=False, unless you trust its author; a model's tensors alone are saved by "

@@ -122,7 +122,8 @@ def construct(optimizer: type, options: Mapping[str, Any], where: str, *paramete
     try:
         return optimizer(*parameters, **rate, **options)
     except (TypeError, ValueError) as error:
-        name, kind = where.removesuffix("."), optimizer.__name__
+        name = where.removesuffix(".")
+        kind = optimizer.__name__
         raise ConfigError.of("unknown-key", f"{name}: expected options of {kind}, got {options}: {error}") from None
 
 
@@ -148,8 +149,8 @@ def option_texts(options: Mapping[str, Any]) -> dict[str, str]:
     >>> option_texts({"betas": [0.9, 0.95], "amsgrad": True, "rule": len})
     {'betas': '(0.9, 0.95)', 'amsgrad': 'True'}
     """
-    found = {name: _option_text(value) for name, value in options.items()}
-    return {name: text for name, text in found.items() if text is not None}
+    texts = {name: _option_text(value) for name, value in options.items()}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _option_text(value: Any) -> str | None:
@@ -250,18 +251,18 @@ def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[s
         problems += problem("wrong-type", f"{where}{BLACKLIST}: expected a list of classes or their names, got {blacklist!r}")
     names = set(known)
     wanted = list(blacklist) if isinstance(blacklist, (list, tuple)) else []
-    for one in wanted:
-        if not isinstance(one, type) and (not isinstance(one, str) or _last(one) not in names):
-            hint = did_you_mean(_last(str(one)), names)
+    for layer in wanted:
+        if not isinstance(layer, type) and (not isinstance(layer, str) or _last(layer) not in names):
+            hint = did_you_mean(_last(str(layer)), names)
             problems += problem(
-                "unknown-value", f"{where}{BLACKLIST}: expected the framework's classes or the model's, got {one!r}{hint}"
+                "unknown-value", f"{where}{BLACKLIST}: expected the framework's classes or the model's, got {layer!r}{hint}"
             )
     if problems:
         raise ConfigError(problems)
     if blacklist is None:
         return DecayRule(usual.classes, usual.names, include, usual.biases)
-    classes = tuple(one for one in wanted if isinstance(one, type))
-    return DecayRule(classes, frozenset(_last(one) for one in wanted if isinstance(one, str)), include, usual.biases)
+    classes = tuple(layer for layer in wanted if isinstance(layer, type))
+    return DecayRule(classes, frozenset(_last(layer) for layer in wanted if isinstance(layer, str)), include, usual.biases)
 
 
 def _last(name: str) -> str:

@@ -64,15 +64,20 @@ class PrecisionKeys(Section):
 
     def precision(self) -> Precision:
         """The precision that the keys describe. Raises: ConfigError, with all problems."""
-        wanted, where, scaler = self.mixed_precision, "mixed_precision", self.grad_scaler
-        scaler_where, problems = "grad_scaler", []
+        wanted = self.mixed_precision
+        where = "mixed_precision"
+        scaler = self.grad_scaler
+        scaler_where = "grad_scaler"
+        problems = []
         if isinstance(wanted, dict):
             for name in wanted.keys() - {"dtype", "grad_scaler"}:
                 hint = did_you_mean(str(name), ["dtype", "grad_scaler"])
                 problems += problem("unknown-key", f"mixed_precision.{name}: expected dtype or grad_scaler, got {name!r}{hint}")
             if "grad_scaler" in wanted:
-                scaler, scaler_where = wanted["grad_scaler"], "mixed_precision.grad_scaler"
-            wanted, where = wanted.get("dtype"), "mixed_precision.dtype"
+                scaler = wanted["grad_scaler"]
+                scaler_where = "mixed_precision.grad_scaler"
+            wanted = wanted.get("dtype")
+            where = "mixed_precision.dtype"
         dtype = "float32" if wanted is None else str(wanted).removeprefix("torch.")  # torch.float16 itself is accepted, too
         if dtype not in ("bfloat16", "float16") and (wanted is not None or where != "mixed_precision"):
             problems += problem(
@@ -152,11 +157,11 @@ class ScaleOptions:
 
 def parse_scale_options(options: dict[str, Any], where: str) -> ScaleOptions | None:
     """Parse GradScaler's options; None if they disable it. Raises: ConfigError, with all problems."""
-    made, problems = build(ScaleOptions, options, f"{where}.", {})
+    scale_options, problems = build(ScaleOptions, options, f"{where}.", {})
     problems += unknown_options(f"{where}.", options, ScaleOptions, "a loss scale")
-    if made is None or problems:
+    if scale_options is None or problems:
         raise ConfigError(problems)
-    return made if made.enabled else None
+    return scale_options if scale_options.enabled else None
 
 
 class LossScale:
@@ -192,7 +197,8 @@ class LossScale:
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue from what `state` returned."""
-        self.scale, self._good = float(state["scale"]), int(state["good"])
+        self.scale = float(state["scale"])
+        self._good = int(state["good"])
 
 
 class Updates(NamedTuple):
@@ -280,8 +286,8 @@ class GradientCheck:
 
     def take_updates(self) -> Updates:
         """As in `Meter`."""
-        taken, self._updates = self._updates, Updates()
-        return taken
+        updates, self._updates = self._updates, Updates()
+        return updates
 
     @property
     def _limit(self) -> int:

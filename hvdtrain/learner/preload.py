@@ -60,14 +60,14 @@ def preload_values(request: PreloadRequest, ours: Shapes, theirs: Mapping[str, T
         return values
     renamed = {name: theirs[source] for name, source in names.renamed.items()}
     for name in sorted(ours.keys() - values.keys()):
-        made = request.make(name, ours[name], renamed)
-        if made is None:
+        value = request.make(name, ours[name], renamed)
+        if value is None:
             continue
-        if tuple(made.shape) != ours[name]:
+        if tuple(value.shape) != ours[name]:
             raise CheckpointError(
-                f"custom_missing_load_func: expected values of shape {ours[name]} for {name}, got {tuple(made.shape)}"
+                f"custom_missing_load_func: expected values of shape {ours[name]} for {name}, got {tuple(value.shape)}"
             )
-        values[name] = made
+        values[name] = value
     return values
 
 

@@ -25,7 +25,7 @@ from hvdtrain.runtime.timer import Timer
 REDUCERS: Registry[ReducerClass] = Registry("reducers", {"grad": GradReduce})
 """By the value of the key `horovod_reduce_type`."""
 
-KEYS_OF_REDUCERS = {name: made.keys for name, made in REDUCERS.items() if issubclass(made.keys, CompressionKeys)}
+KEYS_OF_REDUCERS = {name: reducer.keys for name, reducer in REDUCERS.items() if issubclass(reducer.keys, CompressionKeys)}
 
 if TYPE_CHECKING:
 
@@ -75,18 +75,18 @@ class ReduceKeys(ReducerKeys, RankKeys):
     """Training on several ranks."""
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        found = super().problems(others)
+        problems = super().problems(others)
         if self.use_horovod and self.torch_distributed is not None:
-            found += problem(
+            problems += problem(
                 "conflict",
                 "use_horovod, torch_distributed: expected one of them, got both (++use_horovod 0 turns the former off)",
             )
         if self.use_horovod and (hint := absent("horovod")):
-            found += problem("unsupported", f"use_horovod: expected False, got True{hint}")
+            problems += problem("unsupported", f"use_horovod: expected False, got True{hint}")
         kind = others.spelling(ReduceKeys, "reduce_type")
         for reducer, keys in KEYS_OF_REDUCERS.items():
             for changed in keys.changed_of(self) if reducer != self.reduce_type else ():
-                found += problem(
+                problems += problem(
                     "conflict",
                     f"{others.spelling(ReduceKeys, changed)}: expected {kind} = {reducer!r}, which has syncs, got "
                     f"{self.reduce_type!r}",
@@ -94,47 +94,48 @@ class ReduceKeys(ReducerKeys, RankKeys):
         learner = others.get(LearnerKeys)
         if learner is not None and learner.sync_batch_norm and self.reduce_type != "grad":
             kind = self.reduce_type
-            found += problem(
+            problems += problem(
                 "conflict", f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone"
             )
-        return found + self._compression_problems(others)
+        return problems + self._compression_problems(others)
 
     def _compression_problems(self, others: Sections) -> list[Problem]:
-        chosen, where = COMPRESSIONS.get(self.compression or ""), others.spelling(ReduceKeys, "compression")
+        chosen = COMPRESSIONS.get(self.compression or "")
+        where = others.spelling(ReduceKeys, "compression")
         if chosen is None:
             return []
-        found = []
+        problems = []
         if self.use_horovod and not chosen.over_horovod:
-            can = " or ".join(repr(name) for name, one in COMPRESSIONS.items() if one.over_horovod)
+            can = " or ".join(repr(name) for name, compression in COMPRESSIONS.items() if compression.over_horovod)
             hint = "Horovod has no such type; torch_distributed has"
-            found += problem("conflict", f"{where}: expected {can} with use_horovod, got {self.compression!r} ({hint})")
+            problems += problem("conflict", f"{where}: expected {can} with use_horovod, got {self.compression!r} ({hint})")
         precision, learner = others.get(PrecisionKeys), others.get(LearnerKeys)
         kind = self.reduce_type
         suitable = {
-            name: one.bits is None if kind == "grad" else one.narrow is not None or one.bits is not None
-            for name, one in COMPRESSIONS.items()
-            if one.over_horovod or not self.use_horovod
+            name: compression.bits is None if kind == "grad" else compression.narrow is not None or compression.bits is not None
+            for name, compression in COMPRESSIONS.items()
+            if compression.over_horovod or not self.use_horovod
         }
         if not suitable.get(self.compression or "", True):
             wanted = " or ".join(repr(name) for name, is_suitable in suitable.items() if is_suitable)
-            found += problem("conflict", f"{where}: expected {wanted} with reduce_type {kind!r}, got {self.compression!r}")
+            problems += problem("conflict", f"{where}: expected {wanted} with reduce_type {kind!r}, got {self.compression!r}")
         if chosen.compressor is not None and chosen.bits is None and precision is not None and not precision.problems():
             if precision.precision().loss_scale(precision.precision().dtype) is not None:
-                found += problem(
+                problems += problem(
                     "conflict",
                     f"{where}: expected 'fp16' or 'bf16' with a scaled loss (float16, grad_scaler), got "
                     f"{self.compression!r}, which adds gradients to those of the next update",
                 )
         is_checked = learner is None or learner.num_allowed_consec_invalid_gradient_steps is not None
         if not self.has_narrow_range or precision is None or precision.problems() or is_checked:
-            return found
+            return problems
         if precision.precision().scaling is None:
-            found += problem(
+            problems += problem(
                 "conflict",
                 f"grad_scaler: expected 'auto' or a dict with {where} = {self.compression!r}, got None (a gradient too "
                 "large for a message would make the model infinite; num_allowed_consec_invalid_gradient_steps would skip it)",
             )
-        return found
+        return problems
 
     @property
     def updates_alone(self) -> bool:

@@ -47,7 +47,9 @@ class RunningSums:
         numbers = {"samples": self.samples, "updates": self.updates, "begin_step": self.begin_step, "series": self.series}
         array = numpy.frombuffer(json.dumps({**marks, **numbers}).encode(), numpy.uint8)
         with open(file, "wb") as stream:  # numpy adds a suffix to a path, but not to an open file
-            numpy.savez(stream, allow_pickle=False, **{META: array, **{f"sums/{name}": one for name, one in self.sums.items()}})
+            numpy.savez(
+                stream, allow_pickle=False, **{META: array, **{f"sums/{name}": total for name, total in self.sums.items()}}
+            )
 
     @staticmethod
     def read(file: Path) -> tuple[RunningSums, dict[str, Any]]:

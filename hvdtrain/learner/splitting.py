@@ -33,7 +33,9 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch]:
 
 def _part(batch: Batch, rows: slice) -> Batch:
     """Some successive sequences, or pieces, of a batch."""
-    tags, parts, joined = batch.seq_tags, batch.parts, batch.joined
+    tags = batch.seq_tags
+    parts = batch.parts
+    joined = batch.joined
     part = Batch(
         {name: _rows(padded, rows) if joined is None else _pieces(padded, joined, rows) for name, padded in batch.data.items()},
         batch.indices[rows],
@@ -109,8 +111,8 @@ class BatchSplitter:
 
     def take(self) -> int:
         """The number of batches that were split since the last call."""
-        taken, self.num_batches = self.num_batches, 0
-        return taken
+        number, self.num_batches = self.num_batches, 0
+        return number
 
     def _fits(self, piece: Batch, step: Callable[[Batch], None]) -> bool:
         """Run the step; False if memory did not suffice. The exception, and with it the tensors that its frames refer to, is gone

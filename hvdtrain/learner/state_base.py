@@ -161,12 +161,12 @@ class StateBase(ABC):
         Raises:
             CheckpointError: they do not fit.
         """
-        own = deepcopy(self.model_tensors())
+        before = deepcopy(self.model_tensors())
         try:
             self.set_model(tensors)
             yield
         finally:
-            self.set_model(own)
+            self.set_model(before)
 
     # Checkpoints
 
@@ -294,17 +294,17 @@ class StateBase(ABC):
 
     def _load_optimizer(self, entries: Mapping[str, Any], file: Path) -> list[str]:
         """Load the optimizer's entries of a file. Returns lines about what changed. Raises: CheckpointError."""
-        own = self._optimizer_name()
+        name = self._optimizer_name()
         if "optimizer" not in entries:
-            raise DamagedCheckpoint(f"{file}: expected the state of the optimizer {own}, got a file without 'optimizer'")
-        if (stored := entries.get(OPTIMIZER_CLASS, own)) != own:
-            raise CheckpointError(f"{file}: expected the state of the optimizer {own}, got that of {stored} {NEW_OPTIMIZER}")
+            raise DamagedCheckpoint(f"{file}: expected the state of the optimizer {name}, got a file without 'optimizer'")
+        if (stored := entries.get(OPTIMIZER_CLASS, name)) != name:
+            raise CheckpointError(f"{file}: expected the state of the optimizer {name}, got that of {stored} {NEW_OPTIMIZER}")
         self._check_shapes(file, entries)
         try:
             lines = self._set_optimizer(entries)
         except UNSUITABLE as error:
             raise CheckpointError(
-                f"{file}: expected the state of the optimizer {own} for this model, got another: {error} {NEW_OPTIMIZER}"
+                f"{file}: expected the state of the optimizer {name} for this model, got another: {error} {NEW_OPTIMIZER}"
             ) from None
         if self._check is not None:
             try:
@@ -351,13 +351,13 @@ class StateBase(ABC):
 
     def _set_stored(self, role: Role, stored: Mapping[str, Any]) -> None:
         """Set all tensors of one role to what a file has; others in the file are left out."""
-        own = self.tensors(role)
-        for name, tensor in own.items():
+        tensors = self.tensors(role)
+        for name, tensor in tensors.items():
             if name not in stored:
                 raise ValueError(f"there is none of {name}")
             if tuple(stored[name].shape) != tuple(tensor.shape):  # setting it might repeat a smaller one
                 raise ValueError(f"{name} has the shape {tuple(stored[name].shape)} instead of {tuple(tensor.shape)}")
-        self.set_tensors(role, {name: stored[name] for name in own})
+        self.set_tensors(role, {name: stored[name] for name in tensors})
 
     def _by_name(self, role: Role, stored: Any) -> Mapping[str, Any]:
         """The tensors of one role in a rank's file by name, also in files of earlier releases."""

@@ -125,7 +125,7 @@ class WeightAverageBase(EvaluationWeights):
 
     def exact(self) -> dict[str, Any]:
         """The averages of weights in 16 bits, by name, which are wider than those weights in a model's file."""
-        return {name: one for name, one in self._averages.items() if one.dtype != self._weights[name].dtype}
+        return {name: average for name, average in self._averages.items() if average.dtype != self._weights[name].dtype}
 
     def _enter(self) -> None:
         self._trained = self._exchange(self._averages)

@@ -143,7 +143,7 @@ def test_ranks_get_the_numbers_of_rank_0() -> None:
             part.add("x:sum0", total, 1)
         parts.append(part.compact())
     scores = EpochScores({"ratio": lambda x: x, "drawn": lambda x: numpy.random.default_rng().random()})
-    ranks = on_ranks(2, lambda comm: scores.of(comm, Scores.merge(parts), "dev"))
+    ranks = on_ranks(2, lambda comm: scores.compute(comm, Scores.merge(parts), "dev"))
     assert ranks[0] == ranks[1]
     assert ranks[0]["ratio"] == math.fsum([0.1, 0.1, 0.1, 0.2])
     assert ranks[0]["ce"] == 1.0
@@ -161,7 +161,7 @@ def test_a_function_that_fails_gives_no_number(function: Any, words: str, caplog
     scores.add("ce", 1.0, 1)
     scores.add("counts:sum0", 0.0, 1)
     with caplog.at_level("WARNING", "hvdtrain"):
-        found = EpochScores({"score": function}).of(SingleCommunicator(), scores, "dev")
+        found = EpochScores({"score": function}).compute(SingleCommunicator(), scores, "dev")
     assert found["ce"] == 1.0
     assert math.isnan(found["score"])
     assert words in caplog.text
@@ -175,7 +175,7 @@ def test_what_is_no_number_is_refused_in_the_first_evaluation(value: Any) -> Non
     name = "score_part" if isinstance(value, dict) else "score"
     for given in (lambda counts: value, SimpleNamespace(of_ranks=lambda *_: {name: value})):
         with refused(f"epoch_scores.{name}: wrong-result"):
-            EpochScores({"score": given}).of(SingleCommunicator(), scores, "dev")
+            EpochScores({"score": given}).compute(SingleCommunicator(), scores, "dev")
 
 
 def test_a_function_gets_what_its_parameters_name() -> None:
@@ -188,7 +188,7 @@ def test_a_function_gets_what_its_parameters_name() -> None:
         "all": lambda x, **others: x + len(others),
         "absent": lambda absent=0: absent,
     }
-    of = partial(EpochScores(functions).of, SingleCommunicator(), scores)
+    of = partial(EpochScores(functions).compute, SingleCommunicator(), scores)
     assert of("dev") == {"absent": 0.0, "all": 3.0, "ce": 0.0, "some": 2.0}
     assert of("train") == {"all": 3.0, "ce": 0.0, "some": 2.0}
 

@@ -88,7 +88,8 @@ class ConfigFunctions:
         with torch.no_grad(), self.watch(), self.autocast(), run_context as context:
             self.forward_step(model=self.model, extern_data=extern_data_of(batch, self.device))
         check_marked_outputs(context.outputs)
-        outputs, vectors = {}, []
+        outputs = {}
+        vectors = []
         for name, output in context.outputs.items():
             value = output.value
             if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():

@@ -69,18 +69,18 @@ def compute_dtype(autocast: Callable[[], AbstractContextManager[Any]]) -> torch.
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
     """The floating-point operations per second of a product of large square matrices."""
     size = 8192 if device.type == "cuda" else 1024
-    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _fastest(lambda: torch.mm(one, other), device)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / _fastest(lambda: torch.mm(left, right), device)
 
 
 def _fastest(work: Callable[[], object], device: torch.device) -> float:
     """The seconds of the fastest of several calls, after a first one."""
-    found: list[float] = []
+    seconds: list[float] = []
     until = time.perf_counter() + SECONDS
-    while len(found) < 3 or time.perf_counter() < until:
+    while len(seconds) < 3 or time.perf_counter() < until:
         began = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])

@@ -102,7 +102,7 @@ class CudaClock:
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
-        self._taken = 0.0
+        self._total = 0.0
 
     @contextmanager
     def span(self) -> Iterator[None]:
@@ -119,15 +119,15 @@ class CudaClock:
         if self._pairs:
             self._pairs[-1][1].synchronize()
         self._add(len(self._pairs))
-        taken, self._seconds = self._seconds, 0.0
-        self._taken += taken
-        return taken
+        seconds, self._seconds = self._seconds, 0.0
+        self._total += seconds
+        return seconds
 
     def known_seconds(self) -> float:
         """The seconds of all spans whose last kernel has run; does not wait."""
         finished = [end.query() for _, end in self._pairs]  # type: ignore[no-untyped-call]
         self._add(finished.index(False) if False in finished else len(finished))
-        return self._taken + self._seconds
+        return self._total + self._seconds
 
     def _add(self, count: int) -> None:
         self._seconds += sum(begin.elapsed_time(end) for begin, end in self._pairs[:count]) / 1000
@@ -236,7 +236,7 @@ def _select_modules(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module
         )
     chosen: dict[str, torch.nn.Module] = {}
     for path, module in model.named_modules():
-        is_inside = any(path.startswith(f"{other}.") for other in chosen if other) or "" in chosen
+        is_inside = any(path.startswith(f"{outer}.") for outer in chosen if outer) or "" in chosen
         if not is_inside and not names.isdisjoint(class_names(module)):
             chosen[path] = module
     return list(chosen.values())
@@ -303,11 +303,11 @@ def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> N
         ConfigError: no module matches a pattern, or one cannot be computed twice.
     """
     chosen: dict[str, torch.nn.Module] = {}
-    found: set[str] = set()
+    matched: set[str] = set()
     for path, module in model.named_modules():
         matching = {pattern for pattern in patterns if path and fnmatchcase(path, pattern)}
-        found |= matching
-        if matching and not any(path.startswith(f"{other}.") for other in chosen):
+        matched |= matching
+        if matching and not any(path.startswith(f"{outer}.") for outer in chosen):
             chosen[path] = module
     names = [name for name, _ in model.named_modules() if name]
     problems = [
@@ -316,7 +316,7 @@ def checkpoint_activations(model: torch.nn.Module, patterns: Sequence[str]) -> N
             f"checkpoint_modules: expected names of the model's modules, such as {', '.join(names[:4])}, got {pattern!r}",
         )
         for pattern in patterns
-        if pattern not in found
+        if pattern not in matched
     ]
     for path, module in chosen.items():
         if isinstance(module, CONTAINERS):

@@ -28,8 +28,8 @@ def make_extra_models(
         ConfigError: a get_model returns no module, or one that shares parameters with the trained model, which would freeze them.
         CheckpointError: a file cannot be read, or has other parameters.
     """
-    own = {id(parameter): name for name, parameter in trained.named_parameters()}
-    made: dict[str, torch.nn.Module] = {}
+    trained_names = {id(parameter): name for name, parameter in trained.named_parameters()}
+    models: dict[str, torch.nn.Module] = {}
     epoch, step = position
     for name, entry in entries.items():
         where = f"extra_models.{name}"
@@ -38,7 +38,7 @@ def make_extra_models(
             raise ConfigError.of(
                 "wrong-result", f"{where}.get_model: expected it to return a torch.nn.Module, got {type(model).__name__}"
             )
-        shared = [other for other, parameter in model.named_parameters() if id(parameter) in own]
+        shared = [path for path, parameter in model.named_parameters() if id(parameter) in trained_names]
         if shared:
             raise ConfigError.of(
                 "wrong-result",
@@ -47,9 +47,9 @@ def make_extra_models(
             )
         if entry.get("load") is not None:
             _load(model, Path(entry["load"]), where)
-        made[name] = model.to(device).requires_grad_(False).eval()
-        log.detail(f"{where}: {sum(one.numel() for one in model.parameters())} parameters, neither trained nor saved")
-    return made
+        models[name] = model.to(device).requires_grad_(False).eval()
+        log.detail(f"{where}: {sum(parameter.numel() for parameter in model.parameters())} parameters, neither trained nor saved")
+    return models
 
 
 def _load(model: torch.nn.Module, file: Path, where: str) -> None:

@@ -27,7 +27,7 @@ class Freezing:
     """
 
     def __init__(self, until: Mapping[str, int], named: Mapping[str, torch.nn.Parameter]) -> None:
-        problems = [found for pattern in until for found in pattern_problems("freeze_until_step", pattern, list(named))]
+        problems = [problem for pattern in until for problem in pattern_problems("freeze_until_step", pattern, list(named))]
         first = {name: next((step for pattern, step in until.items() if fnmatchcase(name, pattern)), 0) for name in named}
         if named and all(first.values()):
             problems += problem(

@@ -107,7 +107,8 @@ class GradientStream:
             self._send_next()
         flags: list[torch.Tensor] = [] if self._flags_handle is None else self._exchange.finish(self._flags_handle)
         for number, handle in self._handles.items():
-            bucket, tensors = self._buckets[number], self._exchange.finish(handle)
+            bucket = self._buckets[number]
+            tensors = self._exchange.finish(handle)
             flags += tensors[len(bucket) :]
             for parameter, reduced in zip(bucket, tensors[: len(bucket)], strict=True):
                 if reduced is not parameter.grad:

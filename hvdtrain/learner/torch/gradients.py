@@ -123,7 +123,9 @@ class Gradients:
             here = None if losses is None else normalized_losses(losses, agreed.names if agreed is not None else ())
             first = self._exchange.agree(here, agreed)
             agreed = agreed if agreed is not None and agreed.names == first.names else first
-            self._normalized, self._begins_epoch, self._checked = agreed, False, None
+            self._normalized = agreed
+            self._begins_epoch = False
+            self._checked = None
         if losses is not None and marks is not None and marks is not self._checked:
             check_same_normalized(agreed, marks.normalized, losses)
             self._checked = marks
@@ -144,7 +146,8 @@ class Gradients:
 
     def _send(self, losses: dict[str, Loss] | None, marks: Marks | None, normalized: NormalizedLosses, scale: Factor) -> None:
         """Collective. Compute the gradients of the update's last batch, and send each as soon as it is complete."""
-        counts, divisors = self._take_counts(normalized), NO_DIVISORS
+        counts = self._take_counts(normalized)
+        divisors = NO_DIVISORS
         if counts is not None and not (normalized.is_only_loss and self._stream.takes_counts):
             divisors, counts = self._start_counts(normalized, counts), None
         self._loss_gradients.combine(divisors)

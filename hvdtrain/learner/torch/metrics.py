@@ -79,13 +79,13 @@ def _problem(metric: Any) -> str | None:
     return None
 
 
-def open_scores(given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def open_scores(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The values of the key, with metrics as functions; those of a MetricCollection one by one. Raises: ConfigError."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    scores: dict[str, Any] = {}
+    for name, value in metrics.items():
         is_collection = is_metric(value) and isinstance(value, torch.nn.ModuleDict)
-        made = {f"{name}_{part}": metric for part, metric in value.items()} if is_collection else {name: value}
-        if both := sorted(found.keys() & made.keys()):
+        members = {f"{name}_{part}": metric for part, metric in value.items()} if is_collection else {name: value}
+        if both := sorted(scores.keys() & members.keys()):
             raise ConfigError.of("duplicate", f"epoch_scores: expected different names, got {', '.join(both)} twice")
-        found |= made
-    return {name: SummedMetric(name, value, device) if is_metric(value) else value for name, value in found.items()}
+        scores |= members
+    return {name: SummedMetric(name, value, device) if is_metric(value) else value for name, value in scores.items()}

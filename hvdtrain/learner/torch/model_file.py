@@ -51,7 +51,8 @@ def file_format(device: torch.device, model_format: str) -> FileFormat:
         device: where tensors are read to.
         model_format: the format of the model's file: "pt" or "safetensors".
     """
-    write, read = partial(write_model, model_format=model_format), partial(read_file, device=device)
+    write = partial(write_model, model_format=model_format)
+    read = partial(read_file, device=device)
     return FileFormat(write, write_file, partial(_read_contents, device=device), read)
 
 

@@ -54,12 +54,12 @@ def make_optimizer(spec: dict[str, Any] | list[Any] | str | Any, model: torch.nn
     if isinstance(spec, (list, tuple)):
         return _make_several({f"optimizer[{number}].": _options_of(entry) for number, entry in enumerate(spec)}, model)
     options = _options_of(spec if isinstance(spec, dict) else {"class": spec})
-    made = _class_of(options["class"], "optimizer.")
-    if made is not MUON or _matrices(model).keys() == named_trained(model).keys():
+    kind = _class_of(options["class"], "optimizer.")
+    if kind is not MUON or _matrices(model).keys() == named_trained(model).keys():
         del options["class"]
-        if made is MUON:
+        if kind is MUON:
             options.pop(OTHERS, None)  # there are none
-        return _make_one(made, options, "optimizer.", make_groups(model, made, options), fused and _is_real(model))
+        return _make_one(kind, options, "optimizer.", make_groups(model, kind, options), fused and _is_real(model))
     others = options.pop(OTHERS, None) or {"class": "adamw"}
     return _make_several({"optimizer.": options, f"optimizer.{OTHERS}.": _options_of(others)}, model)
 
@@ -73,14 +73,14 @@ def _is_real(model: torch.nn.Module) -> bool:
 
 
 def _make_one(
-    made: type, options: dict[str, Any], where: str, groups: list[dict[str, Any]], fused: bool = False
+    kind: type, options: dict[str, Any], where: str, groups: list[dict[str, Any]], fused: bool = False
 ) -> torch.optim.Optimizer:
     """An optimizer of a class. Raises: ConfigError."""
-    if fused and issubclass(made, FUSED) and not (IMPLEMENTATIONS | {"dampening"}) & options.keys():
+    if fused and issubclass(kind, FUSED) and not (IMPLEMENTATIONS | {"dampening"}) & options.keys():
         options["fused"] = True
     # It is set at every update, but some third-party classes assert that it is positive.
-    rate = 0.0 if made.__module__.startswith("torch.") else 1.0
-    return construct(made, options, where, groups, lr=rate)  # type: ignore[no-any-return]
+    rate = 0.0 if kind.__module__.startswith("torch.") else 1.0
+    return construct(kind, options, where, groups, lr=rate)  # type: ignore[no-any-return]
 
 
 def _make_several(entries: dict[str, dict[str, Any]], model: torch.nn.Module) -> AnyOptimizer:
@@ -98,18 +98,18 @@ def _make_several(entries: dict[str, dict[str, Any]], model: torch.nn.Module) ->
     remaining = named_trained(model)
     members, lines, problems = [], [], []
     for where, options in entries.items():
-        made = _class_of(options.pop("class"), where)
-        chosen = _choose(options.pop(PARAMETERS, MATRICES if made is MUON else None), where, remaining, model)
+        kind = _class_of(options.pop("class"), where)
+        chosen = _choose(options.pop(PARAMETERS, MATRICES if kind is MUON else None), where, remaining, model)
         if not chosen:
             problems += problem(
-                "wrong-result", f"{where}{PARAMETERS}: expected parameters for {made.__name__}, got none that are left"
+                "wrong-result", f"{where}{PARAMETERS}: expected parameters for {kind.__name__}, got none that are left"
             )
             continue
-        if made is MUON and not {"adjust_lr_fn", MULTIPLIER, MULTIPLIERS} & options.keys():
+        if kind is MUON and not {"adjust_lr_fn", MULTIPLIER, MULTIPLIERS} & options.keys():
             options["adjust_lr_fn"] = "match_rms_adamw"
-        groups = make_groups(model, made, options, where, chosen)
-        members.append(_make_one(made, options, where, groups))
-        lines.append(f"{made.__name__} of {sum(one.numel() for one in chosen.values()):,} ({len(chosen)} tensors)")
+        groups = make_groups(model, kind, options, where, chosen)
+        members.append(_make_one(kind, options, where, groups))
+        lines.append(f"{kind.__name__} of {sum(parameter.numel() for parameter in chosen.values()):,} ({len(chosen)} tensors)")
         remaining = {name: parameter for name, parameter in remaining.items() if name not in chosen}
     if remaining:
         problems += problem(
@@ -139,7 +139,7 @@ def _choose(
             f"{where}{PARAMETERS}: expected {MATRICES!r}, or patterns of parameters' names such as ['encoder.*'], got {wanted!r}",
         )
     every_name = list(named_trained(model))
-    problems = [found for pattern in patterns for found in pattern_problems(f"{where}{PARAMETERS}", pattern, every_name)]
+    problems = [problem for pattern in patterns for problem in pattern_problems(f"{where}{PARAMETERS}", pattern, every_name)]
     if problems:
         raise ConfigError(problems)
     return {name: parameter for name, parameter in remaining.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
@@ -154,7 +154,7 @@ def _matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         if isinstance(module, embeddings) or type(wrapped_rf_module(module)).__name__ == "Embedding"
         for parameter in module.parameters(recurse=False)
     }
-    return {name: one for name, one in named_trained(model).items() if one.dim() == 2 and id(one) not in looked_up}
+    return {name: matrix for name, matrix in named_trained(model).items() if matrix.dim() == 2 and id(matrix) not in looked_up}
 
 
 def _class_of(wanted: Any, where: str) -> Any:
@@ -165,53 +165,55 @@ def _class_of(wanted: Any, where: str) -> Any:
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer) and member is not torch.optim.Optimizer
     }
     is_path = isinstance(wanted, str) and "." in wanted
-    made = import_class(wanted, where) if is_path else class_of(wanted, known, f"{where}class")
-    if unfit := _unsupported_reason(made):
+    kind = import_class(wanted, where) if is_path else class_of(wanted, known, f"{where}class")
+    if unfit := _unsupported_reason(kind):
         raise ConfigError.of("unsupported", f"{where}class: {unfit}")
-    return made
+    return kind
 
 
-def _unsupported_reason(made: type) -> str | None:
+def _unsupported_reason(kind: type) -> str | None:
     """Why an optimizer class cannot be used; None: it can."""
-    if issubclass(made, torch.optim.SparseAdam):
+    if issubclass(kind, torch.optim.SparseAdam):
         return "expected an optimizer for dense gradients, which are what ranks reduce, got SparseAdam (adam, adamw, ...)"
-    given = (
-        inspect.signature(made.step).parameters.values() if hasattr(made, "step") else ()
+    parameters = (
+        inspect.signature(kind.step).parameters.values() if hasattr(kind, "step") else ()
     )  # without `self`, also of decorated ones
     needed = [
-        one.name for one in given if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]
     if needed[1:]:
         return (
-            f"expected an optimizer that takes gradients as they are, got {made.__name__}, whose step() needs a {needed[1]} to "
+            f"expected an optimizer that takes gradients as they are, got {kind.__name__}, whose step() needs a {needed[1]} to "
             "compute the loss again"
         )
     return None
 
 
-def _check_optimizer(made: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _check_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Check the result of the config's function. Raises: ConfigError, unless it is an optimizer with all trained parameters."""
-    groups = getattr(made, "param_groups", None)
-    if not isinstance(groups, list) or not callable(getattr(made, "step", None)):
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(groups, list) or not callable(getattr(optimizer, "step", None)):
         raise ConfigError.of(
-            "wrong-result", f"optimizer: expected a function that returns an optimizer of PyTorch, got {describe_type(made)}"
+            "wrong-result", f"optimizer: expected a function that returns an optimizer of PyTorch, got {describe_type(optimizer)}"
         )
-    problems = problem("unsupported", f"optimizer: {unfit}") if (unfit := _unsupported_reason(type(made))) else []
+    problems = problem("unsupported", f"optimizer: {unfit}") if (unfit := _unsupported_reason(type(optimizer))) else []
     problems += parameter_problems("optimizer", groups, model)
     if problems:
         raise ConfigError(problems)
-    _keep_ratios(made)
-    return made  # type: ignore[no-any-return]
+    _keep_ratios(optimizer)
+    return optimizer  # type: ignore[no-any-return]
 
 
-def _keep_ratios(made: Any) -> None:
+def _keep_ratios(optimizer: Any) -> None:
     """Make the ratios between the groups' learning rates multipliers of that of a step: of the rate that groups without their own
     have, or if all have their own, of the highest."""
-    rates = [float(group.get("lr", 1.0)) for group in made.param_groups]
-    usual = float(getattr(made, "defaults", {}).get("lr") or 0.0)
+    rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+    usual = float(getattr(optimizer, "defaults", {}).get("lr") or 0.0)
     base = usual if usual in rates else max(rates)
     if base and any(rate != base for rate in rates):
-        for group, rate in zip(made.param_groups, rates, strict=True):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group[MULTIPLIER] = group.get(MULTIPLIER, 1.0) * rate / base
         shown = ", ".join(f"{rate / base:g}" for rate in rates)
         log.info(f"optimizer: the learning rates of its groups are {shown} times that of a step, as its own are")
@@ -257,11 +259,11 @@ def import_class(name: str, where: str = "optimizer.") -> Any:
     """Import the class `package.module.Class`. Raises: ConfigError, if that fails."""
     module, _, last = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), last)
+        optimizer_class = getattr(importlib.import_module(module), last)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError.of(
             "cannot-import", f"{where}class: expected a name that can be imported, got {name!r}: {error}"
         ) from error
-    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
-        raise ConfigError.of("wrong-type", f"{where}class: expected a torch.optim.Optimizer, got {found!r} as {name!r}")
-    return found
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise ConfigError.of("wrong-type", f"{where}class: expected a torch.optim.Optimizer, got {optimizer_class!r} as {name!r}")
+    return optimizer_class

@@ -57,7 +57,7 @@ class OptimizerOptions:
         stored: dict[str, Any],
         before: Sequence[Sequence[Mapping[str, str]]],
         is_of_class: bool,
-        own: Sequence[Sequence[str]],
+        names_by_group: Sequence[Sequence[str]],
     ) -> list[str]:
         """Load a state whose parameters are numbered as in the optimizer's groups.
 
@@ -68,7 +68,7 @@ class OptimizerOptions:
             stored: as `regroup` returns it.
             before: by group and parameter, the texts of the options that it had.
             is_of_class: whether it is known to be the state of an optimizer of this class.
-            own: the names of the parameters in each group.
+            names_by_group: the names of the parameters in each group.
 
         Returns:
             Lines about options that changed.
@@ -76,7 +76,7 @@ class OptimizerOptions:
         Raises:
             KeyError, ValueError: it is the state of another optimizer.
         """
-        for kind, of_each, names in zip(self._classes, before, own, strict=True):
+        for kind, of_each, names in zip(self._classes, before, names_by_group, strict=True):
             moved = {name: was[CLASS] for name, was in zip(names, of_each, strict=True) if was.get(CLASS, kind) != kind}
             if kind is not None and moved:
                 raise ValueError(
@@ -85,8 +85,8 @@ class OptimizerOptions:
         groups = []
         for group, options in zip(stored["param_groups"], self._of_groups, strict=True):
             implementation = {name: value for name, value in options.items() if name in IMPLEMENTATIONS or is_of_class}
-            given = implementation | group
-            groups.append(given | {name: options[name] for name in IMPLEMENTATIONS & options.keys()})
+            options_now = implementation | group
+            groups.append(options_now | {name: options[name] for name in IMPLEMENTATIONS & options.keys()})
         self._optimizer.load_state_dict(_steps_on_cpu({**stored, "param_groups": groups}, self._optimizer))
         # load_state_dict takes groups as they are, those of another class included.
         loaded = self._optimizer.param_groups
@@ -94,7 +94,7 @@ class OptimizerOptions:
         if lacking:
             raise ValueError(f"it has no {', '.join(dict.fromkeys(lacking))}")
         lines: dict[str, list[str]] = {}
-        for group, options, of_each, names in zip(loaded, self._of_groups, before, own, strict=True):
+        for group, options, of_each, names in zip(loaded, self._of_groups, before, names_by_group, strict=True):
             now = option_texts(options)
             changed = changed_options(of_each[0], now) if of_each else {}
             group.update({name: options[name] for name in changed})
@@ -103,13 +103,13 @@ class OptimizerOptions:
                 for option, line in changed_options(was, now).items():
                     if option not in IMPLEMENTATIONS:
                         lines.setdefault(line, []).append(name)
-        count = sum(map(len, own))
+        count = sum(map(len, names_by_group))
         return [line if len(names) == count else f"{line} (of {first_few(names, 3)})" for line, names in lines.items()]
 
     def _add_state(self, group: Mapping[str, Any], entries: Sequence[str]) -> None:
         """Add what an option of torch's classes that is new needs of each parameter, as it begins; SGD adds it by itself."""
         for member in members_of(self._own_optimizer):
-            is_its_group = any(group is one for one in member.param_groups)
+            is_its_group = any(group is member_group for member_group in member.param_groups)
             if not is_its_group or not type(member).__module__.startswith("torch.") or isinstance(member, torch.optim.SGD):
                 continue
             for parameter in group["params"]:
@@ -119,13 +119,13 @@ class OptimizerOptions:
 
 
 def regroup(
-    stored: dict[str, Any], stored_names: Sequence[str], own: Sequence[Sequence[str]]
+    stored: dict[str, Any], stored_names: Sequence[str], names_by_group: Sequence[Sequence[str]]
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """An optimizer's state, such as RETURNN's, with its parameters in the groups and in the order of this model's optimizer.
 
     Args:
         stored_names: the names of the parameters by their numbers. Those that the model does not train are left out.
-        own: the names of the parameters in each group of this model's optimizer.
+        names_by_group: the names of the parameters in each group of this model's optimizer.
 
     Returns:
         The state, in which each group has the entries of the stored group that its first parameter was in; and by group and
@@ -135,20 +135,20 @@ def regroup(
         ValueError: it is not the state of all of these parameters.
     """
     group_of = {stored_names[place]: number for number, group in enumerate(stored["param_groups"]) for place in group["params"]}
-    if missing := [name for names in own for name in names if name not in group_of]:
+    if missing := [name for names in names_by_group for name in names if name not in group_of]:
         raise ValueError(f"expected that of all trained parameters, got none for {', '.join(missing)}")
-    numbers = {name: number for number, name in enumerate(name for names in own for name in names)}
+    numbers = {name: number for number, name in enumerate(name for names in names_by_group for name in names)}
     last = len(stored["param_groups"]) - 1
-    sources = [[group_of[name] for name in names] for names in own]
+    sources = [[group_of[name] for name in names] for names in names_by_group]
     groups = [
         {**stored["param_groups"][source[0] if source else min(place, last)], "params": [numbers[name] for name in names]}
-        for place, (source, names) in enumerate(zip(sources, own, strict=True))
+        for place, (source, names) in enumerate(zip(sources, names_by_group, strict=True))
     ]
     state: dict[int | str, Any] = {
-        place: one for place, one in stored["state"].items() if isinstance(place, str)
+        place: value for place, value in stored["state"].items() if isinstance(place, str)
     }  # of the optimizer as a whole
-    of_each = [(stored_names[place], one) for place, one in stored["state"].items() if not isinstance(place, str)]
-    state |= {numbers[name]: one for name, one in of_each if name in numbers}
+    of_each = [(stored_names[place], value) for place, value in stored["state"].items() if not isinstance(place, str)]
+    state |= {numbers[name]: value for name, value in of_each if name in numbers}
     return {**stored, "state": state, "param_groups": groups}, sources
 
 
@@ -160,7 +160,7 @@ def missing_states(stored: Mapping[str, Any], names: Sequence[str]) -> str | Non
     Args:
         names: those of the parameters, by their numbers.
     """
-    of_each = [(number, one) for number, one in stored["state"].items() if isinstance(one, dict)]
+    of_each = [(number, value) for number, value in stored["state"].items() if isinstance(value, dict)]
     having = {number for number, of_one in of_each if any(value is not None for value in of_one.values())}
     without = [name for number, name in enumerate(names) if number not in having]
     if not having or not without:
@@ -194,7 +194,7 @@ def _steps_on_cpu(stored: dict[str, Any], optimizer: object) -> dict[str, Any]:
     parameter."""
     if not isinstance(optimizer, (torch.optim.Optimizer, SeveralOptimizers, ShardedOptimizer)):
         return stored
-    state = {number: dict(one) if isinstance(one, dict) else one for number, one in stored["state"].items()}
+    state = {number: dict(value) if isinstance(value, dict) else value for number, value in stored["state"].items()}
     for of_one in state.values():
         if isinstance(of_one, dict) and isinstance(of_one.get("step"), torch.Tensor):
             of_one["step"] = of_one["step"].cpu()

@@ -71,9 +71,9 @@ class PackedData:
     def with_values(self, values: torch.Tensor, seq_lens: torch.Tensor | None = None) -> PackedData:
         """Other values as packed data, with other lengths of the sequences if they changed."""
         if seq_lens is None or seq_lens is self.seq_lens:
-            other = copy.copy(self)  # with what is known by now about the places of frames
-            other.raw_tensor = values
-            return other
+            data = copy.copy(self)  # with what is known by now about the places of frames
+            data.raw_tensor = values
+            return data
         seq_lens = seq_lens.to("cpu", torch.int32)
         return PackedData(values, seq_lens, seq_lens.to(values.device))
 
@@ -121,10 +121,10 @@ class PackedData:
         """
         attend = partial(nn.functional.scaled_dot_product_attention, dropout_p=dropout, is_causal=is_causal)
         if query.device.type == "cuda":
-            found = attend(*(self.nested(values).transpose(1, 2) for values in (query, key, value)))
-            return found.transpose(1, 2).values()
+            attended = attend(*(self.nested(values).transpose(1, 2) for values in (query, key, value)))
+            return attended.transpose(1, 2).values()
         of_sequences = zip(*(self.split(values) for values in (query, key, value)), strict=True)
-        return torch.cat([attend(*(values.transpose(0, 1) for values in one)).transpose(0, 1) for one in of_sequences])
+        return torch.cat([attend(*(values.transpose(0, 1) for values in sequence)).transpose(0, 1) for sequence in of_sequences])
 
     def conv1d(self, layer: nn.Conv1d, values: torch.Tensor | None = None) -> PackedData:
         """A convolution over the frames of every sequence, with zeros around it as the layer's padding says.
@@ -157,10 +157,10 @@ class PackedData:
         # As a picture of height 1 whose features are the channels, which come last in memory: no copy in another order.
         picture = rows[None, None].permute(0, 3, 1, 2)
         kernel = layer.weight[:, :, None]
-        made = nn.functional.conv2d(picture, kernel, layer.bias, (1, stride), 0, (1, dilation), layer.groups)
-        made = made.permute(0, 2, 3, 1)[0, 0]
-        result = self.with_values(made, sizes)
-        result.raw_tensor = made.index_select(0, result._places_from(starts // stride))
+        frames = nn.functional.conv2d(picture, kernel, layer.bias, (1, stride), 0, (1, dilation), layer.groups)
+        frames = frames.permute(0, 2, 3, 1)[0, 0]
+        result = self.with_values(frames, sizes)
+        result.raw_tensor = frames.index_select(0, result._places_from(starts // stride))
         return result
 
     def recurrent(self, layer: nn.LSTM | nn.GRU | nn.RNN, values: torch.Tensor | None = None) -> torch.Tensor:
@@ -179,7 +179,7 @@ class PackedData:
         directions = 2 if layer.bidirectional else 1
         for number in range(layer.num_layers):
             weights = layer.all_weights[number * directions : (number + 1) * directions]
-            parts = [self._one_direction(layer, values, own, direction) for direction, own in enumerate(weights)]
+            parts = [self._one_direction(layer, values, tensors, direction) for direction, tensors in enumerate(weights)]
             values = torch.cat(parts, dim=1) if directions == 2 else parts[0]
             if number < layer.num_layers - 1:
                 values = nn.functional.dropout(values, layer.dropout, layer.training)
@@ -195,7 +195,7 @@ class PackedData:
         rows, places = directions[direction]
         widths = (getattr(layer, "proj_size", 0) or layer.hidden_size, layer.hidden_size)[: 1 + is_lstm]
         states = [values.new_zeros(1, spans[0][1], width) for width in widths]
-        found = []
+        outputs = []
         parts = torch.split(values.index_select(0, rows), [steps * size for steps, size in spans])
         for part, (steps, size) in zip(parts, spans, strict=True):
             states = [state[:, :size] for state in states]
@@ -203,8 +203,8 @@ class PackedData:
             output, *states = compute(
                 part.view(steps, size, -1), first, weights, layer.bias, 1, 0.0, layer.training, False, False
             )
-            found.append(output.flatten(0, 1))
-        return torch.cat(found).index_select(0, places)
+            outputs.append(output.flatten(0, 1))
+        return torch.cat(outputs).index_select(0, places)
 
     @cached_property
     def _spans(self) -> tuple[list[tuple[int, int]], list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -214,10 +214,12 @@ class PackedData:
             other, and the place of every frame among them.
         """
         order, _, batch_sizes = self._time_major
-        starts, last = self.offsets[:-1].long()[order], self.seq_lens.long()[order] - 1
+        starts = self.offsets[:-1].long()[order]
+        last = self.seq_lens.long()[order] - 1
         spans, forwards, backwards, is_frame = [], [], [], []
         for begin, end in pairwise([0, *_ends_of_spans(batch_sizes.numpy())]):
-            size, steps = int(batch_sizes[begin]), torch.arange(begin, end)[:, None]
+            size = int(batch_sizes[begin])
+            steps = torch.arange(begin, end)[:, None]
             spans.append((end - begin, size))
             inside = torch.minimum(steps, last[:size])  # after the end of a sequence, its last frame again
             forwards.append((starts[:size] + inside).flatten())
@@ -275,13 +277,15 @@ def _ends_of_spans(sizes: Array) -> list[int]:
     """
     begins = numpy.flatnonzero(numpy.diff(sizes, prepend=0))
     ends = numpy.append(begins[1:], len(sizes))
-    least, first = numpy.zeros(len(ends) + 1), []  # the costs until each end, and where the span before it begins
+    least = numpy.zeros(len(ends) + 1)  # the costs until each end, and where the span before it begins
+    first = []
     for number, end in enumerate(ends, 1):
         costs = least[:number] + CALL_COST + (end - begins[:number]) * (STEP_COST + sizes[begins[:number]])
         first.append(int(costs.argmin()))
         least[number] = costs[first[-1]]
-    found, number = [], len(ends)
+    ends_of_spans = []
+    number = len(ends)
     while number:
-        found.append(int(ends[number - 1]))
+        ends_of_spans.append(int(ends[number - 1]))
         number = first[number - 1]
-    return found[::-1]
+    return ends_of_spans[::-1]

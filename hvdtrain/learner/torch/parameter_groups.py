@@ -32,7 +32,7 @@ CUSTOM = "param_groups_custom"
 
 def make_groups(
     model: torch.nn.Module,
-    made: type,
+    kind: type,
     options: dict[str, Any],
     where: str = "optimizer.",
     chosen: Mapping[str, torch.nn.Parameter] | None = None,
@@ -50,10 +50,10 @@ def make_groups(
     """
     custom = options.pop(CUSTOM, None)
     if custom is not None:
-        return _custom_groups(custom, model, made, options, where, is_only=chosen is None)
+        return _custom_groups(custom, model, kind, options, where, is_only=chosen is None)
     parameters = named_trained(model) if chosen is None else chosen
     factors = _take_factors(options, where, list(parameters))
-    modules = [one for module in model.modules() for one in (module, wrapped_rf_module(module)) if one is not None]
+    modules = [layer for module in model.modules() for layer in (module, wrapped_rf_module(module)) if layer is not None]
     known = {*vars(torch.nn), *frontend_class_names(), *(name for module in modules for name in class_names(module))}
     rule = take_decay_rule(options, DEFAULT_RULE, known, where)
     undecayed: set[int] = set()
@@ -63,14 +63,14 @@ def make_groups(
     for is_decayed in (True, False):
         for name, parameter in parameters.items():
             if (id(parameter) not in undecayed) == is_decayed:
-                own = {} if is_decayed else {"weight_decay": 0.0}
-                own |= {} if factors[name] == 1.0 else {MULTIPLIER: factors[name]}
-                groups.setdefault((is_decayed, factors[name]), {"params": [], **own})["params"].append(parameter)
+                options_here = {} if is_decayed else {"weight_decay": 0.0}
+                options_here |= {} if factors[name] == 1.0 else {MULTIPLIER: factors[name]}
+                groups.setdefault((is_decayed, factors[name]), {"params": [], **options_here})["params"].append(parameter)
     return list(groups.values()) or [{"params": []}]
 
 
 def _custom_groups(
-    custom: Any, model: torch.nn.Module, made: type, options: dict[str, Any], where: str, is_only: bool
+    custom: Any, model: torch.nn.Module, kind: type, options: dict[str, Any], where: str, is_only: bool
 ) -> list[dict[str, Any]]:
     """The groups that the config's function returns. Raises: ConfigError."""
     if not is_only:
@@ -84,8 +84,8 @@ def _custom_groups(
         raise ConfigError.of(
             "wrong-type", f"{where}{CUSTOM}: expected a function (*, model, optimizer_class, **_), got {custom!r}"
         )
-    groups = custom(model=model, rf_model=wrapped_rf_module(model), optimizer_class=made, optimizer_opts=dict(options))
-    return _check_groups(groups, model, made)
+    groups = custom(model=model, rf_model=wrapped_rf_module(model), optimizer_class=kind, optimizer_opts=dict(options))
+    return _check_groups(groups, model, kind)
 
 
 def _ids_without_decay(model: torch.nn.Module, rule: DecayRule, chosen: set[int]) -> set[int]:
@@ -95,12 +95,13 @@ def _ids_without_decay(model: torch.nn.Module, rule: DecayRule, chosen: set[int]
         for name, parameter in module.named_parameters(path, recurse=False):
             if id(parameter) in chosen and id(parameter) not in decayed:  # the first name of a shared parameter counts
                 decayed[id(parameter)] = rule.decays(module, name, parameter)
-    return {one for one, is_decayed in decayed.items() if not is_decayed}
+    return {parameter_id for parameter_id, is_decayed in decayed.items() if not is_decayed}
 
 
 def _take_factors(options: dict[str, Any], where: str, names: Sequence[str]) -> dict[str, float]:
     """Remove the options about multipliers, and return the factor on the learning rate by parameter. Raises: ConfigError."""
-    whole, by_pattern = options.pop(MULTIPLIER, 1.0), options.pop(MULTIPLIERS, None) or {}
+    whole = options.pop(MULTIPLIER, 1.0)
+    by_pattern = options.pop(MULTIPLIERS, None) or {}
     problems = _factor_problems(f"{where}{MULTIPLIER}", whole)
     if not isinstance(by_pattern, dict) or not all(isinstance(pattern, str) for pattern in by_pattern):
         raise ConfigError.of(
@@ -114,8 +115,8 @@ def _take_factors(options: dict[str, Any], where: str, names: Sequence[str]) -> 
         raise ConfigError(problems)
     factors = {}
     for name in names:
-        found = [factor for pattern, factor in by_pattern.items() if fnmatchcase(name, pattern)]
-        factors[name] = float(whole * found[0] if found else whole)
+        matching = [factor for pattern, factor in by_pattern.items() if fnmatchcase(name, pattern)]
+        factors[name] = float(whole * matching[0] if matching else whole)
     return factors
 
 
@@ -139,7 +140,7 @@ def take_multipliers(groups: list[dict[str, Any]]) -> list[float]:
     return [group.pop(MULTIPLIER, 1.0) for group in groups]
 
 
-def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[str, Any]]:
+def _check_groups(groups: Any, model: torch.nn.Module, kind: type) -> list[dict[str, Any]]:
     """Check the groups from the config's function. Raises: ConfigError, unless they have each trained parameter exactly once."""
     made_groups = list(groups) if isinstance(groups, (list, tuple)) else []
     if not made_groups or not all(isinstance(group, dict) and "params" in group for group in made_groups):
@@ -154,7 +155,7 @@ def _check_groups(groups: Any, model: torch.nn.Module, made: type) -> list[dict[
         group["params"] = [entry[1] if isinstance(entry, tuple) else entry for entry in several]
         where = f"optimizer.{CUSTOM}[{number}]."
         others = {name: value for name, value in group.items() if name != "params"}
-        problems += option_problems(made, others, where, [MULTIPLIER])
+        problems += option_problems(kind, others, where, [MULTIPLIER])
         problems += _factor_problems(f"{where}{MULTIPLIER}", group.get(MULTIPLIER, 1.0))
     problems += parameter_problems(f"optimizer.{CUSTOM}", made_groups, model)
     if problems:

@@ -60,13 +60,16 @@ class SeveralOptimizers:
     def state_dict(self) -> dict[str, Any]:
         """As of a single optimizer."""
         state: dict[int | str, Any] = {}
-        groups, first = [], 0
+        groups = []
+        first = 0
         for place, member in enumerate(self.members):
-            own = member.state_dict()
-            for number, one in own["state"].items():  # a text: state of the member as a whole
-                state[f"{place}.{number}" if isinstance(number, str) else first + number] = one
-            groups += [{**group, "params": [first + number for number in group["params"]]} for group in own["param_groups"]]
-            first += sum(len(group["params"]) for group in own["param_groups"])
+            member_state = member.state_dict()
+            for number, value in member_state["state"].items():  # a text: state of the member as a whole
+                state[f"{place}.{number}" if isinstance(number, str) else first + number] = value
+            groups += [
+                {**group, "params": [first + number for number in group["params"]]} for group in member_state["param_groups"]
+            ]
+            first += sum(len(group["params"]) for group in member_state["param_groups"])
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
@@ -82,7 +85,7 @@ class SeveralOptimizers:
             numbers = dict(zip(chain.from_iterable(group["params"] for group in groups), count(), strict=False))
             member.load_state_dict(
                 {
-                    "state": {numbers[number]: one for number, one in stored["state"].items() if number in numbers} | whole,
+                    "state": {numbers[number]: value for number, value in stored["state"].items() if number in numbers} | whole,
                     "param_groups": [{**group, "params": [numbers[number] for number in group["params"]]} for group in groups],
                 }
             )

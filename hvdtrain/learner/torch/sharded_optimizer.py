@@ -34,12 +34,12 @@ class ShardedOptimizer:
         self._of_rank: list[list[torch.Tensor]] = [[] for _ in range(comm.size)]
         for parameter, owner in zip(parameters, owners, strict=True):
             self._of_rank[owner].append(parameter)
-        own = {id(parameter) for parameter in self._of_rank[comm.rank]}
+        share = {id(parameter) for parameter in self._of_rank[comm.rank]}
         for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in share]
         for member in members_of(optimizer):
             for parameter in parameters:
-                if id(parameter) not in own:
+                if id(parameter) not in share:
                     member.state.pop(parameter, None)  # some classes create it in the constructor
         self._is_own: torch.Tensor | None = None
         self._gathered: dict[str, Any] | None = None
@@ -70,15 +70,16 @@ class ShardedOptimizer:
         Args:
             parameters: always the same. Returns norms for those that have a gradient, which are the same on all ranks.
         """
-        own = torch._foreach_norm([one.grad for one in parameters if one.grad is not None], order)
-        remaining, zero = iter(own), own[0].new_zeros((), dtype=torch.float64)
-        norms = torch.stack([zero if one.grad is None else next(remaining).double() for one in parameters])
+        norms_here = torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None], order)
+        remaining = iter(norms_here)
+        zero = norms_here[0].new_zeros((), dtype=torch.float64)
+        norms = torch.stack([zero if parameter.grad is None else next(remaining).double() for parameter in parameters])
         if self._is_own is None:  # created once, as creating it waits for the device
             owners = self.owners(parameters)
             self._is_own = torch.tensor([owner == self._comm.rank for owner in owners], device=norms.device)
         [all_norms] = all_reduce(self._comm, [norms.where(self._is_own, 0.0)], "sum", name="gradient_norms")
-        present = [norm for norm, one in zip(all_norms.unbind(), parameters, strict=True) if one.grad is not None]
-        return [norm.to(own_norm.dtype) for norm, own_norm in zip(present, own, strict=True)]
+        present = [norm for norm, parameter in zip(all_norms.unbind(), parameters, strict=True) if parameter.grad is not None]
+        return [norm.to(own_norm.dtype) for norm, own_norm in zip(present, norms_here, strict=True)]
 
     def step(self) -> None:
         """Collective. Update this rank's parameters and send them to the others."""
@@ -89,7 +90,7 @@ class ShardedOptimizer:
         """Collective. Send this rank's parameters to the others."""
         with torch.no_grad():
             for kind in dict.fromkeys(parameter.dtype for group in self._groups for parameter in group):
-                self._exchange_shares([[one for one in share if one.dtype == kind] for share in self._of_rank])
+                self._exchange_shares([[parameter for parameter in share if parameter.dtype == kind] for share in self._of_rank])
 
     def _exchange_shares(self, shares: list[list[torch.Tensor]]) -> None:
         """Collective. Send every rank's share of the parameters to all ranks."""
@@ -99,7 +100,7 @@ class ShardedOptimizer:
         lengths = [sum(parameter.numel() for parameter in share) for share in shares]
         [all_values] = self._comm.gather_rows([mine], name="sharded_parameters", lengths=lengths)
         parameters = [parameter for share in shares for parameter in share]
-        for parameter, values in zip(parameters, all_values.split([one.numel() for one in parameters]), strict=True):
+        for parameter, values in zip(parameters, all_values.split([parameter.numel() for parameter in parameters]), strict=True):
             parameter.copy_(values.view(parameter.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -116,7 +117,7 @@ class ShardedOptimizer:
             mine: dict[int | str, Any] | None = None
             if rank == self._comm.rank:
                 states: list[tuple[Any, Any]] = [item for member in members_of(self._optimizer) for item in member.state.items()]
-                mine = {numbers.get(id(one), one): _on_cpu(state) for one, state in states}
+                mine = {numbers.get(id(parameter), parameter): _on_cpu(state) for parameter, state in states}
             whole |= self._comm.send_to_first(mine, rank, name="sharded_state") or {}
         if self._comm.rank == 0:
             self._gathered = {
@@ -143,16 +144,16 @@ class ShardedOptimizer:
         if lengths != [len(group) for group in self._groups]:
             raise ValueError(f"expected groups of {[len(group) for group in self._groups]} parameters, got {lengths}")
         numbers = self._numbers()
-        own = [numbers[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]]
-        places = iter(range(len(own)))
+        share = [numbers[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]]
+        places = iter(range(len(share)))
         groups = [
             {**stored, "params": [next(places) for _ in group["params"]]}
             for stored, group in zip(whole["param_groups"], self._optimizer.param_groups, strict=True)
         ]
         state: dict[int | str, Any] = {
-            place: whole["state"][number] for place, number in enumerate(own) if number in whole["state"]
+            place: whole["state"][number] for place, number in enumerate(share) if number in whole["state"]
         }
-        state |= {name: one for name, one in whole["state"].items() if isinstance(name, str)}  # of the optimizer as a whole
+        state |= {name: value for name, value in whole["state"].items() if isinstance(name, str)}  # of the optimizer as a whole
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _numbers(self) -> dict[int, int]:

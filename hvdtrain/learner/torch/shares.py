@@ -137,17 +137,17 @@ def _small_copy(
                 known[id(value)] = _corner(value).detach().clone()
     known |= {id(parameter): replacement for parameter, replacement in zip(parameters, small, strict=True)}
     vars(copied).update(copy.deepcopy(vars(optimizer), known))
-    own = {id(small[number]) for number in part}
+    ids = {id(small[number]) for number in part}
     for group in copied.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
-    for one in [one for one in copied.state if isinstance(one, torch.Tensor) and id(one) not in own]:
-        del copied.state[one]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in ids]
+    for tensor in [tensor for tensor in copied.state if isinstance(tensor, torch.Tensor) and id(tensor) not in ids]:
+        del copied.state[tensor]
     return copied
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    largest = float(one.abs().nan_to_num().max()) if one.numel() else 0.0
-    return not torch.allclose(one, other, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True)
+def _differ(first: torch.Tensor, second: torch.Tensor) -> bool:
+    largest = float(first.abs().nan_to_num().max()) if first.numel() else 0.0
+    return not torch.allclose(first, second, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True)
 
 
 @contextmanager

@@ -91,10 +91,10 @@ class TorchState(StateBase):
         self._trained = named_trained(model)
         first_names = {id(parameter): name for name, parameter in self._trained.items()}
         every_name = model.named_parameters(remove_duplicate=False)
-        self._first_names = {name: first_names[id(one)] for name, one in every_name if id(one) in first_names}
+        self._first_names = {name: first_names[id(tensor)] for name, tensor in every_name if id(tensor) in first_names}
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
-        self._made: dict[str, tuple[int, ...]] | None = self._saved_shapes()  # None: the log has it that they changed
+        self._shapes: dict[str, tuple[int, ...]] | None = self._saved_shapes()  # None: the log has it that they changed
         self.writer = BackgroundWriter()
 
     @property
@@ -118,10 +118,10 @@ class TorchState(StateBase):
             named.update(self._trained)
         elif role == "frozen":
             trained = {id(parameter) for parameter in self._trained.values()}  # even if they are frozen for some time
-            named.update((name, one) for name, one in self._model.named_parameters() if id(one) not in trained)
+            named.update((name, tensor) for name, tensor in self._model.named_parameters() if id(tensor) not in trained)
         else:
             are_whole = role == "counters"
-            named.update((name, one) for name, one in saved_buffers(self._model) if is_whole(one) == are_whole)
+            named.update((name, tensor) for name, tensor in saved_buffers(self._model) if is_whole(tensor) == are_whole)
         return {name: tensor.detach() for name, tensor in named.items()}
 
     def frozen_now(self) -> list[int]:
@@ -156,16 +156,16 @@ class TorchState(StateBase):
 
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors that a model's file has, by name."""
-        return shapes_of({name: one for name, one in self.model_tensors().items() if isinstance(one, torch.Tensor)})
+        return shapes_of({name: tensor for name, tensor in self.model_tensors().items() if isinstance(tensor, torch.Tensor)})
 
     def _tell_changes(self) -> None:
         """Warn once if the model's tensors are no longer those to which the next start will load them."""
-        made, now = self._made, self._saved_shapes()
-        if made is None or made == now:
+        before, now = self._shapes, self._saved_shapes()
+        if before is None or before == now:
             return
-        self._made = None
-        names = [name for name in {**made, **now} if made.get(name) != now.get(name)]
-        changes = [f"{name}: {made.get(name, 'none')} became {now.get(name, 'none')}" for name in names[:5]]
+        self._shapes = None
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        changes = [f"{name}: {before.get(name, 'none')} became {now.get(name, 'none')}" for name in names[:5]]
         more = f", and {len(names) - 5} more" if len(names) > 5 else ""
         log.warning(
             f"get_model: expected tensors that stay as it returns them, got other shapes: {', '.join(changes)}{more} (the next "
@@ -179,15 +179,15 @@ class TorchState(StateBase):
         self._stored_names = None
         stored = super().load(model_file, optimizer_file, read, with_optimizer)
         self.check_base()
-        self._made = self._saved_shapes()
+        self._shapes = self._saved_shapes()
         return stored
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
         of_model = self._model.state_dict().items()  # with a base that is not saved, so that check_base notices
-        ours, taken = preload({name: one for name, one in of_model if name not in self._constants}, self._device, request)
+        ours, loaded = preload({name: tensor for name, tensor in of_model if name not in self._constants}, self._device, request)
         if self._average is not None:
-            self._average.adopt({self._first_names[name] for name in taken if name in self._first_names})
-        return ours, taken
+            self._average.adopt({self._first_names[name] for name in loaded if name in self._first_names})
+        return ours, loaded
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._unsaved}
@@ -202,28 +202,28 @@ class TorchState(StateBase):
                     f"{', '.join(sorted(missing)[:5])} nor that"
                 )
             return {}
-        own = self._model.state_dict()
+        tensors = self._model.state_dict()
         named = {name: parameter for name, parameter in self._model.named_parameters() if name in missing}
-        found = fingerprint(named) if self._base is None else self._base.fingerprint_of(named)
-        if not isinstance(entry, dict) or found != entry.get("sha256"):
+        checksum = fingerprint(named) if self._base is None else self._base.fingerprint_of(named)
+        if not isinstance(entry, dict) or checksum != entry.get("sha256"):
             raise CheckpointError(
                 f"{file}: expected the base model that its parameters were trained with ({describe_base(entry)}), got "
                 f"{describe_base(entry_of(self._model, named))} from get_model (the file has trained parameters only, by "
                 "save_parameters = 'trained': get_model has to return the same pretrained model in every start)"
             )
-        return {name: own[name] for name in missing}
+        return {name: tensors[name] for name in missing}
 
     def set_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        own = self._model.state_dict()
-        unsaved = {name: own[name] for name in self._unsaved}
-        self._model.load_state_dict({**unsaved, **tensors, **{name: own[name] for name in self._constants}})
+        present = self._model.state_dict()
+        unsaved = {name: present[name] for name in self._unsaved}
+        self._model.load_state_dict({**unsaved, **tensors, **{name: present[name] for name in self._constants}})
 
     @torch.no_grad()
     def set_tensors(self, role: Role, values: Mapping[str, torch.Tensor]) -> None:
-        own = self.tensors(role)
+        tensors = self.tensors(role)
         for name, value in values.items():
-            if value.data_ptr() != own[name].data_ptr():  # else another rank's values are in it already
-                own[name].copy_(value)
+            if value.data_ptr() != tensors[name].data_ptr():  # else another rank's values are in it already
+                tensors[name].copy_(value)
 
     def _by_name(self, role: Role, stored: Any) -> Mapping[str, torch.Tensor]:
         if isinstance(stored, Mapping):
@@ -237,13 +237,13 @@ class TorchState(StateBase):
     def sums(self, role: Role) -> list[int]:
         tensors = self.tensors(role).values()
         of_each = [_as_integers(tensor).sum(dtype=torch.int64) for tensor in tensors]
-        sums = torch.stack([one.to(of_each[0].device) for one in of_each]).tolist() if of_each else []  # waits for a GPU once
-        return [one % (1 << 64) for one in sums]
+        sums = torch.stack([value.to(of_each[0].device) for value in of_each]).tolist() if of_each else []  # waits for a GPU once
+        return [value % (1 << 64) for value in sums]
 
     def _bits(self, tensors: Sequence[torch.Tensor]) -> Iterator[memoryview]:
         flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
         together = torch.cat(flat).cpu() if flat else torch.empty(0)  # one copy from a GPU, where each one waits
-        return (piece.numpy().data for piece in torch.split(together, [len(one) for one in flat]))
+        return (piece.numpy().data for piece in torch.split(together, [len(tensor) for tensor in flat]))
 
     def wide(self, tensor: torch.Tensor) -> Array:
         wide: Array = tensor.to("cpu").to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True).numpy()
@@ -260,29 +260,30 @@ class TorchState(StateBase):
         }
 
     def _numbered_parameters(self, entries: Mapping[str, Any]) -> dict[str, str]:
-        own = [name for group in self._names_by_group() for name in group]
-        return {str(number): name for number, name in enumerate(entries.get(NAMES, self._stored_names or own))}
+        names = [name for group in self._names_by_group() for name in group]
+        return {str(number): name for number, name in enumerate(entries.get(NAMES, self._stored_names or names))}
 
     def _set_optimizer(self, entries: Mapping[str, Any]) -> list[str]:
-        stored, own = entries["optimizer"], self._names_by_group()
+        stored = entries["optimizer"]
+        groups = self._names_by_group()
         self._stored_names = entries.get(NAMES, self._stored_names)  # a rank's file has none
         if not isinstance(stored, dict) or not {"state", "param_groups"} <= stored.keys():  # a class of the user's own
             self._optimizer.load_state_dict(stored)
             return []
         texts = entries.get(OPTIONS)
         before = [option_texts(group) for group in stored["param_groups"]] if texts is None else texts
-        sources = [[place] * len(names) for place, names in enumerate(own)]
-        if self._stored_names is not None and all(name for group in own for name in group):
-            stored, sources = regroup(stored, self._stored_names, own)
-        lines = self._check_state(stored, own) if SHAPES not in entries else []
+        sources = [[place] * len(names) for place, names in enumerate(groups)]
+        if self._stored_names is not None and all(name for names in groups for name in names):
+            stored, sources = regroup(stored, self._stored_names, groups)
+        lines = self._check_state(stored, groups) if SHAPES not in entries else []
         of_each = [[before[source] if source < len(before) else {} for source in group] for group in sources]
-        return [*lines, *self._options.load(stored, of_each, OPTIMIZER_CLASS in entries, own)]
+        return [*lines, *self._options.load(stored, of_each, OPTIMIZER_CLASS in entries, groups)]
 
-    def _check_state(self, stored: Mapping[str, Any], own: Sequence[Sequence[str]]) -> list[str]:
+    def _check_state(self, stored: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> list[str]:
         """What can be seen of the state in a file without shapes. Returns lines for the log. Raises: ValueError."""
-        names = [name for group in own for name in group]
-        made = [type(member) for member in members_of(self._own_optimizer)]
-        if all(kind.__module__.startswith("torch.optim.") and kind.__name__ != "Adafactor" for kind in made):  # which keeps rows
+        names = [name for names in groups for name in names]
+        kinds = [type(member) for member in members_of(self._own_optimizer)]
+        if all(kind.__module__.startswith("torch.optim.") and kind.__name__ != "Adafactor" for kind in kinds):  # which keeps rows
             check_state_shapes(stored, names, self._trained)
         line = missing_states(stored, names)
         return [] if line is None else [line]
@@ -312,16 +313,17 @@ class WeightAverage(WeightAverageBase):
         return {name: tensor.detach().to(self._weights[name].dtype) for name, tensor in weights.items()}
 
     def _approach(self, share: float) -> None:
-        alike = [name for name, one in self._averages.items() if one.dtype == self._weights[name].dtype]
-        own = self._values(self._weights)
-        torch._foreach_lerp_([self._averages[name] for name in alike], [own[name] for name in alike], share)
+        alike = [name for name, average in self._averages.items() if average.dtype == self._weights[name].dtype]
+        values = self._values(self._weights)
+        torch._foreach_lerp_([self._averages[name] for name in alike], [values[name] for name in alike], share)
         for name, average in self.exact().items():
-            average.lerp_(own[name].to(average.dtype), share)
+            average.lerp_(values[name].to(average.dtype), share)
 
     def _exchange(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        before, own = {}, self._values(weights)  # which copies nothing, unless types differ
+        before = {}  # which copies nothing, unless types differ
+        values = self._values(weights)
         for name, parameter in self._weights.items():
-            before[name], parameter.data = parameter.data, own[name]
+            before[name], parameter.data = parameter.data, values[name]
         return before
 
 
@@ -352,15 +354,15 @@ def saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def separate_elements(model: torch.nn.Module) -> None:
     """Give each element of a saved buffer its own memory. Nothing can be written to one that `expand` made: neither the values of
     a checkpoint nor those of other ranks."""
-    made: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
     for _, buffer in saved_buffers(model):
         strides = buffer.stride() if buffer.layout == torch.strided else buffer.shape
         if any(size > 1 and not stride for size, stride in zip(buffer.shape, strides, strict=True)):
-            made[id(buffer)] = buffer.clone(memory_format=torch.contiguous_format)
+            copies[id(buffer)] = buffer.clone(memory_format=torch.contiguous_format)
     for module in model.modules():
-        for name, one in list(module._buffers.items()):
-            if id(one) in made:  # the dict of a scripted module has no `update`
-                module._buffers[name] = made[id(one)]
+        for name, value in list(module._buffers.items()):
+            if id(value) in copies:  # the dict of a scripted module has no `update`
+                module._buffers[name] = copies[id(value)]
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

@@ -162,14 +162,16 @@ class _Normalize(torch.autograd.Function):
     def forward(context: Any, input: torch.Tensor, module: SyncBatchNorm) -> tuple[torch.Tensor, ...]:
         dims = [0, *range(2, input.dim())]
         squares = torch.linalg.vector_norm(input.detach(), dim=dims, dtype=torch.float64).square()
-        own = input.new_full((1,), input.numel() / input.shape[1], dtype=torch.float64)
-        sums = module.exchange.sums(module.number, torch.cat([input.sum(dims, dtype=torch.float64), squares, own]))
+        count_here = input.new_full((1,), input.numel() / input.shape[1], dtype=torch.float64)
+        sums = module.exchange.sums(module.number, torch.cat([input.sum(dims, dtype=torch.float64), squares, count_here]))
         mean, variance, count = module.statistics(sums)
         shape = [1, -1] + [1] * (input.dim() - 2)
         scale = (variance + module.eps).rsqrt()
         normalized = (input - mean.to(input.dtype).view(shape)) * scale.to(input.dtype).view(shape)
         context.save_for_backward(normalized, scale, count)
-        context.module, context.dims, context.shape = module, dims, shape
+        context.module = module
+        context.dims = dims
+        context.shape = shape
         context.mark_non_differentiable(mean, variance, count)
         return normalized, mean, variance, count
 
@@ -178,8 +180,8 @@ class _Normalize(torch.autograd.Function):
         normalized, scale, count = context.saved_tensors
         dims, shape = context.dims, context.shape
         features = len(scale)
-        own = torch.cat([gradient.sum(dims, dtype=torch.float64), (gradient * normalized).sum(dims, dtype=torch.float64)])
-        means = (context.module.exchange.sums(context.module.number, own) / count).to(gradient.dtype)
+        sums_here = torch.cat([gradient.sum(dims, dtype=torch.float64), (gradient * normalized).sum(dims, dtype=torch.float64)])
+        means = (context.module.exchange.sums(context.module.number, sums_here) / count).to(gradient.dtype)
         first, second = means[:features].view(shape), means[features:].view(shape)
         return (gradient - first - normalized * second) * scale.to(gradient.dtype).view(shape), None
 

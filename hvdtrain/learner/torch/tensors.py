@@ -118,7 +118,8 @@ def tensors_of(batch: Batch) -> dict[str, Data]:
 
 
 def _data_of(padded: Padded) -> Data:
-    seq_lens, kind = torch.from_numpy(padded.seq_lens), padded.values.dtype.kind
+    seq_lens = torch.from_numpy(padded.seq_lens)
+    kind = padded.values.dtype.kind
     values: Any = padded.values
     if kind != "O":
         values = torch.from_numpy(widen(values) if kind == "u" else values)
@@ -133,14 +134,15 @@ def with_parts(losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:
     Raises:
         ConfigError: the seq_lens of a loss do not fit it.
     """
-    found = dict(losses)
+    all_losses = dict(losses)
     if batch.parts is None:
-        return found
+        return all_losses
     numbers = torch.from_numpy(batch.parts.numbers)
     if batch.joined is not None:  # the frames take the place of sequences
         numbers = numbers.repeat_interleave(torch.from_numpy(batch.joined))
     for name, loss in losses.items():
-        value, count = loss.value.detach(), loss.count
+        value = loss.value.detach()
+        count = loss.count
         if batch.joined is not None and value.shape[:2] == (1, len(numbers)):
             value = value[0]
         owners = _owners(name, loss, value.shape, numbers, batch.joined is not None)
@@ -148,9 +150,11 @@ def with_parts(losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:
             continue
         for number in numpy.unique(batch.parts.numbers).tolist():
             # A count is one number for each sequence, as `_owners` has checked.
-            own = None if count is None else _select(torch.as_tensor(count), numbers == number)
-            found[f"{name}.{batch.parts.names[number]}"] = Loss(_select(value, owners == number), 0.0, True, False, own)
-    return found
+            part_count = None if count is None else _select(torch.as_tensor(count), numbers == number)
+            all_losses[f"{name}.{batch.parts.names[number]}"] = Loss(
+                _select(value, owners == number), 0.0, True, False, part_count
+            )
+    return all_losses
 
 
 def _select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -236,7 +240,8 @@ def terms_of(losses: Mapping[str, Loss], minimized: Iterable[str], scale: Factor
     """By name, the minimized losses: their sums, times their scales, times the scale of all losses."""
     for name in minimized:
         loss = losses[name]
-        total, factor = _sum(loss.value), loss.scale * scale
+        total = _sum(loss.value)
+        factor = loss.scale * scale
         is_one = isinstance(factor, (int, float)) and factor == 1  # no kernel for it, nor for its gradient
         yield name, total if is_one else total * factor
 
@@ -317,9 +322,9 @@ class CudaStaging:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pin(self, batch: Batch) -> PinnedBatch:
-        tensors = {key: _pin(one) for key, one in tensors_of(batch).items()}
+        tensors = {key: _pin(data) for key, data in tensors_of(batch).items()}
         data = {  # not the arrays that were read, which would take the memory twice
-            key: replace(batch.data[key], values=_values(one), seq_lens=one.seq_lens.numpy()) for key, one in tensors.items()
+            key: replace(batch.data[key], values=_values(data), seq_lens=data.seq_lens.numpy()) for key, data in tensors.items()
         }
         if batch.collate is not None:
             return PinnedBatch(**{**_fields(batch), "tree": pinned(batch.tree)}, tensors={})
@@ -332,7 +337,7 @@ class CudaStaging:
         here = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
         try:
             with torch.cuda.stream(self._stream):
-                tensors = {key: _send(one, self._device) for key, one in here.tensors.items()}
+                tensors = {key: _send(data, self._device) for key, data in here.tensors.items()}
                 tree = sent(here.tree, self._device)
                 copied = self._stream.record_event()
         except RuntimeError as error:
@@ -347,7 +352,7 @@ def await_copy(batch: Batch | None) -> None:
     if isinstance(batch, SentBatch):
         stream = torch.cuda.current_stream()
         stream.wait_event(batch.copied)
-        of_data = [tensor for one in batch.tensors.values() for tensor in (one.raw_tensor, one.device_seq_lens)]
+        of_data = [tensor for data in batch.tensors.values() for tensor in (data.raw_tensor, data.device_seq_lens)]
         for tensor in (*of_data, *tensors_in(batch.tree)):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)  # so that its memory is not reused before these kernels have finished
@@ -362,20 +367,22 @@ def extern_data_of(batch: Batch, device: torch.device) -> Any:
     tensors = tensors_of(batch)
     if device.type == "cpu":
         return tensors
-    return {key: _send(_pin(one), device) for key, one in tensors.items()}
+    return {key: _send(_pin(data), device) for key, data in tensors.items()}
 
 
-def _pin(one: Data) -> Data:
-    values, seq_lens = one.raw_tensor, pinned_copy(one.seq_lens)
+def _pin(data: Data) -> Data:
+    values = data.raw_tensor
+    seq_lens = pinned_copy(data.seq_lens)
     values = pinned_copy(values) if isinstance(values, torch.Tensor) else values
-    return replace(one, raw_tensor=values, seq_lens=seq_lens, device_seq_lens=seq_lens)
+    return replace(data, raw_tensor=values, seq_lens=seq_lens, device_seq_lens=seq_lens)
 
 
-def _send(one: Data, device: torch.device) -> Data:
-    values, seq_lens = one.raw_tensor, one.seq_lens.to(device, non_blocking=True)
+def _send(data: Data, device: torch.device) -> Data:
+    values = data.raw_tensor
+    seq_lens = data.seq_lens.to(device, non_blocking=True)
     values = values.to(device, non_blocking=True) if isinstance(values, torch.Tensor) else values
-    return replace(one, raw_tensor=values, device_seq_lens=seq_lens)
+    return replace(data, raw_tensor=values, device_seq_lens=seq_lens)
 
 
-def _values(one: Data) -> Array:
-    return one.raw_tensor.numpy() if isinstance(one.raw_tensor, torch.Tensor) else one.raw_tensor
+def _values(data: Data) -> Array:
+    return data.raw_tensor.numpy() if isinstance(data.raw_tensor, torch.Tensor) else data.raw_tensor

@@ -18,11 +18,11 @@ def change_leaves(tree: Any, change: Change) -> Any:
     PackedSequence, is a leaf, unless it is a mapping.
     """
     if isinstance(tree, Mapping):
-        made = {key: change_leaves(value, change) for key, value in tree.items()}
+        changed = {key: change_leaves(value, change) for key, value in tree.items()}
         if type(tree) is dict or not isinstance(tree, MutableMapping):
-            return made
+            return changed
         same = copy.copy(tree)  # keeps what else it has, such as a BatchEncoding's lengths
-        for key, value in made.items():
+        for key, value in changed.items():
             same[key] = value
         return same
     if isinstance(tree, (torch.Tensor, type)) or hasattr(tree, "to"):

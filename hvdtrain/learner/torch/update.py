@@ -156,7 +156,7 @@ class Update:
         self._inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         self._members = list(members_of(self._inner))
         self._drops_plainly = not isinstance(optimizer, ShardedOptimizer) and all(
-            getattr(type(one), "zero_grad", None) is PLAIN_ZERO_GRAD for one in self._members
+            getattr(type(member), "zero_grad", None) is PLAIN_ZERO_GRAD for member in self._members
         )
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
@@ -186,10 +186,10 @@ class Update:
     def gradients(self) -> Iterator[tuple[str, Array]]:
         """The reduced gradients that `apply` will apply on this rank, by parameter name, before noise and clipping: all of them,
         or a sharded optimizer's share; float32."""
-        own = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        ids = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         scale = float(self.loss_factor)
         for name, parameter in self._trained.items():
-            if id(parameter) in own:
+            if id(parameter) in ids:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 wide = gradient if gradient.is_complex() else gradient.float()
                 yield name, (wide / scale).cpu().numpy()

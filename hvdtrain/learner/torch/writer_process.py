@@ -114,7 +114,8 @@ class BackgroundWriter:
         if self._memory is None or len(self._memory) < size:
             if self._file >= 0:
                 os.close(self._file)
-            self._memory, self._is_shared = None, False
+            self._memory = None
+            self._is_shared = False
             self._file = os.memfd_create("hvdtrain-checkpoint")
             os.ftruncate(self._file, max(size, 1))
             self._memory = mmap.mmap(self._file, max(size, 1))
@@ -128,14 +129,14 @@ class BackgroundWriter:
         self.close()
         from multiprocessing import Pipe
 
-        self._connection, other = Pipe()
+        self._connection, child_end = Pipe()
         code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import Connection, serve; "
-        code += f"serve(Connection({other.fileno()}), {os.getpid()})"
-        with other, suppress(OSError):  # without memory for another process, the thread writes
+        code += f"serve(Connection({child_end.fileno()}), {os.getpid()})"
+        with child_end, suppress(OSError):  # without memory for another process, the thread writes
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 env=this_process.environment(),
-                pass_fds=[other.fileno()],
+                pass_fds=[child_end.fileno()],
             )
 
     def _share(self) -> None:
@@ -214,14 +215,14 @@ def _replace(state: Any, stored: Mapping[Any, Stored]) -> Any:
     return type(state)(_replace(value, stored) for value in state) if isinstance(state, (list, tuple)) else state
 
 
-def _in_memory(state: Any, memory: mmap.mmap | None, made: dict[int, torch.Tensor]) -> Any:
+def _in_memory(state: Any, memory: mmap.mmap | None, tensors: dict[int, torch.Tensor]) -> Any:
     """Nested containers with tensors in place of `Stored`; equal ones are the same tensor."""
     if isinstance(state, Stored):
         if memory is None:
             raise RuntimeError("expected the memory with the tensors before what is to be written")
-        if state.offset not in made:
-            made[state.offset] = state.in_memory(memory)
-        return made[state.offset]
+        if state.offset not in tensors:
+            tensors[state.offset] = state.in_memory(memory)
+        return tensors[state.offset]
     if isinstance(state, dict):
-        return {key: _in_memory(value, memory, made) for key, value in state.items()}
-    return type(state)(_in_memory(value, memory, made) for value in state) if isinstance(state, (list, tuple)) else state
+        return {key: _in_memory(value, memory, tensors) for key, value in state.items()}
+    return type(state)(_in_memory(value, memory, tensors) for value in state) if isinstance(state, (list, tuple)) else state

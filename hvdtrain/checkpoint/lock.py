@@ -10,7 +10,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,21 +70,15 @@ def lock_model(model: Path, patience: float = PATIENCE, beat: float = HEARTBEAT)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _acquire(path, patience)
-        stop = _start_heartbeat(path, beat) if file is None else None
+        release = _start_heartbeat(path, beat) if file is None else LockGuard(path, file).release
     except OSError as error:
         raise ConfigError.of(
             "not-writable", f"model: expected a folder that can be written to, got {path.parent}: {error.strerror}"
         ) from None
-    guard = None if file is None else LockGuard(path, file)
     try:
         yield
     finally:
-        if stop is not None:
-            stop.set()
-            with suppress(OSError):
-                path.unlink()
-        if guard is not None:
-            guard.release()
+        release()
 
 
 def other_locks(model: Path) -> list[Path]:
@@ -101,8 +95,7 @@ def _acquire(path: Path, patience: float) -> int | None:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(file, path):
-                os.ftruncate(file, 0)
-                os.write(file, _text(_own_holder()).encode())
+                _write(file, _own_holder())
                 return file
         except OSError as error:
             if error.errno in NO_LOCKS:
@@ -157,8 +150,7 @@ class LockGuard:
                     f"{_held_error(self._path)}"
                 )
             return
-        os.ftruncate(file, 0)
-        os.write(file, _text(_own_holder()).encode())
+        _write(file, _own_holder())
         self._files.append(file)
         log.warning(f"{self._path} was deleted or replaced; this job, which trains the model, has recreated it")
 
@@ -198,14 +190,10 @@ def _not_a_file(path: Path) -> CheckpointError:
     return CheckpointError(f"model: expected {path} to be a file, got {what} (remove it)")
 
 
-def _write(path: Path, text: str) -> None:
-    """Replace what is in the file. Raises: CheckpointError, OSError."""
-    file = _open(path)
-    try:
-        os.ftruncate(file, 0)
-        os.write(file, text.encode())
-    finally:
-        os.close(file)
+def _write(file: int, holder: Holder) -> None:
+    """Replace what is in the file. Raises: OSError."""
+    os.ftruncate(file, 0)
+    os.write(file, _text(holder).encode())
 
 
 def _is_at(file: int, path: Path) -> bool:
@@ -216,8 +204,8 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _start_heartbeat(path: Path, beat: float) -> threading.Event:
-    """Without locks: check that no other job has a heartbeat, then keep one up until the event is set.
+def _start_heartbeat(path: Path, beat: float) -> Callable[[], None]:
+    """Without locks: check that no other job has a heartbeat, then keep one up until the returned function removes the file.
 
     Raises:
         CheckpointError, OSError
@@ -230,10 +218,10 @@ def _start_heartbeat(path: Path, beat: float) -> threading.Event:
             time.sleep(beat / 10)
             if path.exists() and path.stat().st_mtime_ns != before:
                 raise _held_error(path)
-    text = _text(own_holder)
-    _write(path, text)
+    with open(_open(path), "r+b", buffering=0) as file:
+        _write(file.fileno(), own_holder)
     time.sleep(beat / 10)
-    if path.read_text(encoding="utf-8") != text:  # another job started at the same moment
+    if path.read_text(encoding="utf-8") != _text(own_holder):  # another job started at the same moment
         raise _held_error(path)
     stop = threading.Event()
 
@@ -242,8 +230,13 @@ def _start_heartbeat(path: Path, beat: float) -> threading.Event:
             with suppress(OSError):
                 os.utime(path)
 
+    def release() -> None:
+        stop.set()
+        with suppress(OSError):
+            path.unlink()
+
     threading.Thread(target=touch, name="model lock", daemon=True).start()
-    return stop
+    return release
 
 
 def _own_holder() -> Holder:
@@ -258,17 +251,13 @@ def _text(holder: Holder) -> str:
 def _holder(path: Path) -> Holder | None:
     """The process that wrote the file; None if it cannot be read."""
     try:
-        file = _open_to_read(path)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             return Holder(**json.loads(os.read(file, 4096).decode()))
         finally:
             os.close(file)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-
-
-def _open_to_read(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _held_error(path: Path) -> CheckpointError:

@@ -103,11 +103,8 @@ class CutIndex:
         path = self._shards[self._shard[number]].data or ""
         offset, size, about_offset, about_size, is_npy = self._members[number].tolist()  # type: ignore[index]  # the caller checked
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                data, about = os.pread(descriptor, size, offset), os.pread(descriptor, about_size, about_offset)
-            finally:
-                os.close(descriptor)
+            with open(path, "rb", buffering=0) as file:
+                data, about = os.pread(file.fileno(), size, offset), os.pread(file.fileno(), about_size, about_offset)
             if len(data) < size or len(about) < about_size:
                 raise BrokenSequence(
                     f"{self.describe(number)}: expected {size} bytes of it, got {len(data)}: the file is cut off"

@@ -15,5 +15,5 @@ class EspnetKeys(Section):
     espnet_model: Any = key(
         None,
         "a function that makes the model, whose forward returns loss, stats and weight; or a dict of it as 'model' and of the "
-        "data keys of its 'inputs' by name",
+        "data keys of its 'inputs' by name, and the 'int_pad_value'",
     )

@@ -19,7 +19,8 @@ POSITIONS = ("data", "classes")
 """The data keys that become the inputs which no data key is named after, in their order."""
 
 INT_PADDING = -1
-"""ESPnet's collate_fn pads integers with it, unless the model's `ignore_id` is another number."""
+PADDED_WITH_0 = ("tts", "tts2", "gan_tts", "svs", "gan_svs", "enh", "gan_codec")
+"""ESPnet's collate_fn pads integers with `INT_PADDING`, or with 0 in these packages of its tasks, as `int_pad_value` says."""
 
 
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,15 +31,15 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     given = values[KEY]
     given = dict(given) if isinstance(given, Mapping) else {"model": given}
-    unknown = sorted(given.keys() - {"model", "inputs"})
+    unknown = sorted(given.keys() - {"model", "inputs", "int_pad_value"})
     make = as_function(given.get("model"), f"{KEY}.model")
     if unknown or make is None:
         raise ConfigError.of(
             "wrong-type",
-            f"{KEY}: expected a function that makes the model, or a dict with it as 'model' and with 'inputs', got "
-            f"{unknown or given}",
+            f"{KEY}: expected a function that makes the model, or a dict with it as 'model', with 'inputs' and 'int_pad_value', "
+            f"got {unknown or given}",
         )
-    return EspnetModel(make, given.get("inputs") or {}).keys()
+    return EspnetModel(make, given.get("inputs") or {}, given.get("int_pad_value")).keys()
 
 
 class EspnetModel(OtherTrainer):
@@ -47,12 +48,15 @@ class EspnetModel(OtherTrainer):
     Args:
         make: returns it.
         named: by the name of an input of the model's forward, its data key.
+        int_pad_value: what integers are padded with; None: the number of the model's task.
     """
 
-    def __init__(self, make: Callable[[], Any], named: Mapping[str, str]) -> None:
+    def __init__(self, make: Callable[[], Any], named: Mapping[str, str], int_pad_value: int | None) -> None:
         self._make = make
         self._named = dict(named)
+        self._int_pad_value = int_pad_value
         self._inputs: dict[Any, dict[str, str]] = {}
+        self._without_lengths: list[str] = []
         self._takes_tags = False
 
     def get_model(self, **_: Any) -> Any:
@@ -99,31 +103,43 @@ class EspnetModel(OtherTrainer):
         """The arguments of forward."""
         if model not in self._inputs:
             self._inputs[model] = self._inputs_of(forward, list(extern_data))
-            self._takes_tags = "utt_id" in inspect.signature(forward).parameters
         batch: dict[str, Any] = {}
-        padding = getattr(model, "ignore_id", INT_PADDING)
+        padding = self._padding(model)
         for name, key in self._inputs[model].items():
             values, one = extern_data[key].raw_tensor, extern_data[key]
             if values.is_floating_point():
                 values = values.squeeze(-1) if values.ndim == 3 and values.shape[-1] == 1 else values
-            elif values.ndim == 2:
-                values = values.long().masked_fill(~one.mask, padding)
+            else:
+                mask = one.mask.reshape(*one.mask.shape, *[1] * (values.ndim - 2))
+                values = values.long().masked_fill(~mask, padding)
             batch[name] = values
-            lengths = one.seq_lens if one.device_seq_lens is None else one.device_seq_lens
-            batch[f"{name}_lengths"] = lengths.long()
+            if name not in self._without_lengths:
+                lengths = one.seq_lens if one.device_seq_lens is None else one.device_seq_lens
+                batch[f"{name}_lengths"] = lengths.long()
         if self._takes_tags:
             batch["utt_id"] = hvdtrain.get_run_ctx().seq_tags()  # type: ignore[misc]
         return batch
 
+    def _padding(self, model: Any) -> int:
+        if self._int_pad_value is not None:
+            return self._int_pad_value
+        usual = 0 if {*type(model).__module__.split(".")} & {*PADDED_WITH_0} else INT_PADDING
+        return int(getattr(model, "ignore_id", usual))
+
     def _inputs_of(self, forward: Callable[..., Any], keys: list[str]) -> dict[str, str]:
-        """By the name of an input, its data key. Raises: ConfigError, if an input has none."""
+        """By the name of an input, its data key: those with lengths, and whatever else is in the data under a name of
+        forward's, or under any if it has **kwargs, as in ESPnet. Raises: ConfigError, if an input has none.
+        """
         parameters = inspect.signature(forward).parameters
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         wanted = [name for name in parameters if f"{name}_lengths" in parameters]
         found = {name: self._named.get(name, name) for name in wanted} | self._named
         missing = [name for name in found if found[name] not in keys]
         left = [key for key in POSITIONS if key in keys and key not in found.values()]
         for name, key in zip([one for one in missing if one not in self._named], left, strict=False):
             found[name] = key
+        others = [key for key in keys if key not in found.values() and key not in POSITIONS]
+        found |= {key: key for key in others if takes_any or key in parameters}
         still = [name for name in found if found[name] not in keys]
         needed = [name for name in still if name in self._named or parameters[name].default is inspect.Parameter.empty]
         unused = [key for key in keys if key not in found.values()]
@@ -133,4 +149,6 @@ class EspnetModel(OtherTrainer):
                 f"{KEY}: expected a data key for each input of forward ({', '.join(wanted) or 'none with _lengths'}), got "
                 f"{', '.join(keys)} (name them: 'inputs': {{'speech': 'data', 'text': 'classes'}})",
             )
+        self._takes_tags = takes_any or "utt_id" in parameters
+        self._without_lengths = [name for name in parameters if f"{name}_lengths" not in parameters]
         return {name: key for name, key in found.items() if name not in still}

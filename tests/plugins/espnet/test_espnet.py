@@ -1,5 +1,6 @@
 """Models of ESPnet2, and others whose forward returns loss, stats and weight."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,22 @@ class Recognizer(torch.nn.Module):
         return {"feats": speech * 2, "feats_lengths": speech_lengths}
 
 
+class Synthesizer(torch.nn.Module):
+    """As ESPnet's TTS and enhancement models: inputs without lengths, and others of any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.voice = torch.nn.Embedding(7, 3), torch.nn.Linear(4, 3)
+
+    def forward(self, text: Any, text_lengths: Any, sids: Any = None, spembs: Any = None, **more: Any) -> Any:
+        assert more.keys() == {"speech_ref1", "speech_ref1_lengths", "utt_id"}
+        assert (len(more["utt_id"]), sids.shape, spembs.shape) == (len(text), (len(text), 1), (len(text), 4))
+        assert text.min() >= 0  # padded with 0
+        found = self.words(text).sum(1) + self.voice(spembs) * sids
+        loss = (found - more["speech_ref1"].sum(1) / more["speech_ref1_lengths"][:, None]).square().mean()
+        return {"loss": loss, "stats": {"loss": loss.detach()}, "weight": len(text)}
+
+
 class Speech:
     def __len__(self) -> int:
         return 10
@@ -51,6 +68,18 @@ class Speech:
 class Text(Speech):
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"text": super().__getitem__(index)["classes"]}
+
+
+class Voices(Speech):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = super().__getitem__(index)
+        voice = numpy.arange(4, dtype=numpy.float32) / (1 + index)
+        return {"text": item["classes"], "sids": numpy.array([index % 3]), "spembs": voice, "speech_ref1": item["data"]}
+
+
+def synthesizer() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return Synthesizer()
 
 
 def recognizer() -> torch.nn.Module:
@@ -68,18 +97,21 @@ def language_model() -> torch.nn.Module:
 def plain_loop(model: torch.nn.Module, items: Any, padding: int, epochs: int = 2) -> float:
     """What ESPnet's trainer does with a batch, in order; returns the last epoch's loss as its reporter computes it."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    without_lengths = inspect.signature(model.forward).parameters.keys() & {"sids", "spembs"}
     total = weights = 0.0
     for epoch in range(epochs):
         for begin in range(0, len(items), 4):
             batch: dict[str, Any] = {}
             several = [items[number] for number in range(begin, min(begin + 4, len(items)))]
-            for key, name in {"data": "speech", "classes": "text", "text": "text"}.items():
-                if key in several[0]:
-                    values = [torch.as_tensor(one[key]) for one in several]
-                    values = [one.long() if key != "data" else one for one in values]
-                    batch[name] = torch.nn.utils.rnn.pad_sequence(values, True, 0.0 if key == "data" else padding)
+            for key in several[0]:
+                name = {"data": "speech", "classes": "text"}.get(key, key)
+                values = [torch.as_tensor(one[key]) for one in several]
+                values = [one if one.is_floating_point() else one.long() for one in values]
+                batch[name] = torch.nn.utils.rnn.pad_sequence(values, True, 0.0 if values[0].is_floating_point() else padding)
+                if name not in without_lengths:
                     batch[f"{name}_lengths"] = torch.tensor([len(one) for one in values])
-            loss, _, weight = model(**batch)
+            result = model(**batch, utt_id=[f"seq-{number}" for number in range(len(several))])
+            loss, _, weight = (result["loss"], {}, result["weight"]) if isinstance(result, dict) else result
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
@@ -102,9 +134,14 @@ def keys(make: Any, items: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("make", "items", "padding"), [(recognizer, Speech, -1), (language_model, Text, 0)])
+SYNTHESIS = {"model": synthesizer, "int_pad_value": 0}
+
+
+@pytest.mark.parametrize(
+    ("make", "items", "padding"), [(recognizer, Speech, -1), (language_model, Text, 0), (SYNTHESIS, Voices, 0)]
+)
 def test_the_weights_are_those_of_a_plain_loop(make: Any, items: Any, padding: int, tmp_path: Path) -> None:
-    model = make()
+    model = make["model"]() if isinstance(make, dict) else make()
     start = state_of(model)
     loss = plain_loop(model, items(), padding)
     result = hvdtrain.train({**keys(make, items), "model": str(tmp_path / "model"), "num_threads": 1})

@@ -17,7 +17,8 @@ from hvdtrain.version import __version__
 if TYPE_CHECKING:
     from hvdtrain.config.plugins import Plugin
     from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
-    from hvdtrain.plugins.programs.api import Average, Best, Result, SavePretrained, evaluate, forward, load_model, train
+    from hvdtrain.plugins.programs.api import Average, Best, Result, evaluate, forward, load_model, train
+    from hvdtrain.plugins.transformers.pretrained import SavePretrained
 
 __all__ = [
     "Average", "Best", "BrokenSequence", "ConfigError", "HvdtrainError", "OtherTrainer", "Plugin", "Result", "SavePretrained",

@@ -27,8 +27,8 @@ from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
 from hvdtrain.start_up.overfit import overfit_settings, repeat_batches
 from hvdtrain.start_up.reporters import open_reporters
+from hvdtrain.training.average import Average
 from hvdtrain.training.callbacks import pruned_before
-from hvdtrain.training.result import Average
 from hvdtrain.training.session import Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, open_step_log
 

@@ -25,7 +25,7 @@ NAMES = {
     "param_average": "param horovod_param_sync_step horovod_param_sync_time_diff horovod_param_sync_rule "
     "horovod_param_sync_delay horovod_param_sync_parts horovod_param_outer horovod_param_group horovod_param_start",
     "other_trainer": "OtherTrainer",
-    "programs": "Average Best Result SavePretrained evaluate forward load_model train",
+    "programs": "Average Best Result evaluate forward load_model train",
     "prove": "prove",
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
@@ -38,7 +38,7 @@ NAMES = {
     "tables": "TarDataset ParquetDataset ArrowDataset FolderDataset HuggingFaceDataset",
     "tensorflow": "tensorflow",
     "trace": "trace_sequences profile_steps",
-    "transformers": "transformers_trainer transformers",
+    "transformers": "transformers_trainer transformers SavePretrained",
     "trial": "dry_run find_batch_size find_learning_rate predict_ranks",
     "watchdog": "watchdog_timeout",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",

@@ -30,8 +30,8 @@ from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, minimized_in, with_totals
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.checkpoints import checkpoint_folder
+from hvdtrain.training.average import Average
 from hvdtrain.training.evaluation import evaluate
-from hvdtrain.training.result import Average
 from hvdtrain.training.session import Session
 from hvdtrain.training.statistics import recompute_statistics
 from hvdtrain.training.step_log import StepLog

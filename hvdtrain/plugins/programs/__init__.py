@@ -4,8 +4,7 @@ from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
     names={
-        name: f"{__name__}.api:{name}"
-        for name in ("Average", "Best", "Result", "SavePretrained", "evaluate", "forward", "load_model", "train")
+        name: f"{__name__}.api:{name}" for name in ("Average", "Best", "Result", "evaluate", "forward", "load_model", "train")
     },
     needs={"forward": "hvdtrain.forward"},
 )

@@ -30,6 +30,8 @@ from hvdtrain.config.overrides import CALL, OVERRIDING
 from hvdtrain.config.source import Config, separate_imports
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.plugins.programs.result import Best as Best
+from hvdtrain.plugins.programs.result import Result as Result
 from hvdtrain.plugins.programs.spawn import NotImportable, call_on_ranks, pack_with_code
 from hvdtrain.run import Trained
 from hvdtrain.runtime.log import programs_log
@@ -37,10 +39,7 @@ from hvdtrain.runtime.process import Process
 from hvdtrain.runtime.records import prefix_of, records_of
 from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.job import open_session
-from hvdtrain.training.pretrained import SavePretrained as SavePretrained
-from hvdtrain.training.result import Average as Average
-from hvdtrain.training.result import Best as Best
-from hvdtrain.training.result import Result as Result
+from hvdtrain.training.average import Average as Average
 
 ConfigLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
 """A config: a file, several files, of which later ones win, or a dict of keys."""

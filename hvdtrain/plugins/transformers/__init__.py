@@ -12,5 +12,6 @@ PLUGIN = Plugin(
             "pip install transformers accelerate",
         )
     },
+    names={"SavePretrained": f"{__name__}.pretrained:SavePretrained"},
     needs={"other_trainer": "models"},
 )

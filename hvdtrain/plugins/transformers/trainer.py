@@ -23,8 +23,8 @@ from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, items_in_update, rates, refuse
 from hvdtrain.plugins.transformers.checkpoint import CheckpointReader, Order
 from hvdtrain.plugins.transformers.metrics import Metrics, labels_of
+from hvdtrain.plugins.transformers.pretrained import SavePretrained
 from hvdtrain.training.callbacks import Training
-from hvdtrain.training.pretrained import SavePretrained
 
 SERVED = (
     "model", "model_init", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_loss_func",

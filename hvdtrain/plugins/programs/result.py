@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.report.table import epoch_table
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.training.pretrained import SavePretrained as SavePretrained
+from hvdtrain.training.average import Average
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,6 @@ class Best:
     epoch: int
     measure: str
     score: float
-    scores: Mapping[str, float]
-    checkpoint: Path | None
-
-
-@dataclass(frozen=True)
-class Average:
-    """An average that `average_checkpoints` asks for (docs/training.md).
-
-    Attributes:
-        name: such as 'best-5'; with `ema_decay`, there is also one called 'trained weights', without the moving average.
-        scores: by name, such as 'dev_loss_ce'.
-        checkpoint: the file with the model; None: it has none.
-    """
-
-    name: str
     scores: Mapping[str, float]
     checkpoint: Path | None
 

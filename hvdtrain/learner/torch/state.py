@@ -28,6 +28,7 @@ from hvdtrain.learner.torch.parameter_groups import names_by_group
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of, name_of
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import named_trained
+from hvdtrain.learner.torch.trees import without_numpy
 from hvdtrain.learner.torch.update import Optimizer
 from hvdtrain.learner.torch.writer_process import BackgroundWriter
 from hvdtrain.learner.weight_average import WeightAverageBase
@@ -254,7 +255,7 @@ class TorchState(StateBase):
 
     def _optimizer_entries(self) -> dict[str, Any]:
         return {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": without_numpy(self._optimizer.state_dict()),
             OPTIMIZER_CLASS: self._optimizer_name(),
             OPTIONS: self._options.texts(),
         }

@@ -94,3 +94,17 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 def _has(leaf: Any, method: str) -> bool:
     return not isinstance(leaf, type) and callable(getattr(leaf, method, None))
+
+
+def without_numpy(value: Any) -> Any:
+    """A value for a file, with Python's numbers in place of numpy's, which a file that runs no code cannot have: a schedule that
+    computes with numpy puts them into an optimizer.
+
+    >>> without_numpy({"lr": numpy.float64(0.5), "betas": (0.9, numpy.float32(0.5))})
+    {'lr': 0.5, 'betas': (0.9, 0.5)}
+    """
+    if isinstance(value, numpy.generic):
+        return value.item()
+    if type(value) is dict:
+        return {name: without_numpy(entry) for name, entry in value.items()}
+    return type(value)(map(without_numpy, value)) if type(value) in (list, tuple) else value

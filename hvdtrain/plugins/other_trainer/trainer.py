@@ -13,6 +13,7 @@ import torch
 
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch.trees import without_numpy
 
 METHODS = {
     "get_model": "get_model",
@@ -99,7 +100,7 @@ class OtherTrainer:
     def state_dict(self) -> dict[str, Any]:
         """The state as text, which a checkpoint's file holds beside the tensors."""
         file = io.BytesIO()
-        torch.save(self.state(), file)
+        torch.save(without_numpy(self.state()), file)
         if not self._is_readable:
             self._check_readable(file)
         return {self.name: base64.b64encode(file.getvalue()).decode()}

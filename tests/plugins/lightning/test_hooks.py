@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning_modules import Net, fit
@@ -109,6 +110,18 @@ class Average(lightning.Callback):
         self.average = state_dict["average"]
 
 
+class WithNumpy(Net):
+    """Keeps its scheduler for itself, which computes rates with numpy."""
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = torch.optim.Adam(self.parameters(), 0.1)
+        return self.optimizer
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.optimizer.param_groups[0]["lr"] = 0.1 * numpy.cos(0.01 * self.global_step)
+
+
 class Replaces(Net):
     def configure_callbacks(self) -> Any:
         return [EarlyStopping("val_loss", patience=9)]
@@ -137,6 +150,7 @@ CASES: dict[str, tuple[type[Net], Callable[[], Any], dict[str, Any]]] = {
     "clipping": (Rare, dict, {"gradient_clip_val": 0.2}),
     "reading": (Net, lambda: {"callbacks": [Reads()]}, {"accumulate_grad_batches": 2, "limit_train_batches": 12}),
     "plateau": (Plateau, dict, {"val_check_interval": 4}),
+    "numpy": (WithNumpy, dict, {}),
     "average": (Net, lambda: {"callbacks": [Average()]}, {}),
     "replaced": (Replaces, lambda: {"callbacks": [EarlyStopping("most", patience=0, min_delta=99.0)]}, {}),
     "collection": (Collects, dict, {}),
@@ -163,7 +177,7 @@ def test_what_hooks_do_is_the_same(name: str, tmp_path: Path) -> None:
     assert getattr(module, "read", None) == getattr(theirs, "read", None)
     values = {metric: float(value) for metric, value in trainer.callback_metrics.items()}
     assert {metric: float(value) for metric, value in module.trainer.callback_metrics.items()} == pytest.approx(values, rel=1e-6)
-    if name in ("average", "plateau"):
+    if name in ("average", "plateau", "numpy"):
         check_resume(keys, tmp_path, 13, weights)
 
 

@@ -252,7 +252,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         torch = sys.modules.get("torch")
-        if torch is None or type(value) is not torch.Tensor or value.requires_grad:
+        if torch is None or type(value) is not torch.Tensor or value.requires_grad or value.__dict__:  # attributes of the user
             return NotImplemented
         try:
             return torch.from_numpy, (value.numpy(),)

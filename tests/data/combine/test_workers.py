@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from launching import launch
 
-from hvdtrain.data.combine.workers import end_with
+from hvdtrain.data.combine.workers import Workers, end_with
 
 STUCK = """
 import os, sys, threading, time
@@ -54,6 +55,20 @@ def test_processes_that_never_begin_are_an_error(tmp_path: Path) -> None:
         finished = launch([str(tmp_path / "stuck.py")], timeout=60)
         assert finished.status == 1
         assert f"worker process 0 was started 5 times and {said}" in finished.err
+
+
+def test_tensors_come_with_their_attributes() -> None:
+    def tensor(number: int) -> torch.Tensor:
+        made = torch.full((2,), number)
+        if number:
+            made.speaker = f"speaker {number}"  # type: ignore[attr-defined]
+        return made
+
+    workers: Workers[int] = Workers(1, tensor)
+    workers.start()
+    plain, named = workers.results([0, 3])
+    workers.close()
+    assert (plain.tolist(), named.tolist(), named.speaker) == ([0, 0], [3, 3], "speaker 3")
 
 
 BUSY = """

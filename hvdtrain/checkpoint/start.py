@@ -25,7 +25,7 @@ from hvdtrain.schedule.file import read_learning_rate_file
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """What to load.
 
     Attributes:
@@ -43,7 +43,7 @@ class Start:
     is_import: bool = False
 
 
-def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
+def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> StartingPoint:
     """What to load for a training. Raises: CheckpointError."""
     start = _start_of_training(keys, folder)
     used = "import_model_train_epoch1" if start.is_import else "load_epoch" if keys.load is None else "load"
@@ -54,23 +54,23 @@ def start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
     return start
 
 
-def _start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
+def _start_of_training(keys: StartKeys, folder: CheckpointFolder) -> StartingPoint:
     newest = folder.newest()
     if keys.start_epoch != "auto" and keys.start_epoch > 1:
         if keys.load is not None:
-            return Start(model_file=model_file(keys, folder), epoch=keys.start_epoch - 1)
+            return StartingPoint(model_file=model_file(keys, folder), epoch=keys.start_epoch - 1)
         if keys.load_epoch is not None and _position(keys.load_epoch, folder.prefix) != (keys.start_epoch - 1, None):
             raise CheckpointError(
                 f"start_epoch, load_epoch: expected load_epoch = {keys.start_epoch - 1}, after which epoch {keys.start_epoch} "
                 f"begins, got {keys.load_epoch} (to begin it with another model, set `load` to its file)"
             )
-        return Start(_require_complete(folder.at(keys.start_epoch - 1), folder))
+        return StartingPoint(_require_complete(folder.at(keys.start_epoch - 1), folder))
     if keys.load is None and keys.load_epoch is not None:
         if keys.start_epoch == 1:
-            return Start(model_file=model_file(keys, folder), epoch=0)
-        return Start(_require_complete(folder.at(*_position(keys.load_epoch, folder.prefix)), folder))
+            return StartingPoint(model_file=model_file(keys, folder), epoch=0)
+        return StartingPoint(_require_complete(folder.at(*_position(keys.load_epoch, folder.prefix)), folder))
     if newest is not None and keys.start_epoch == "auto":
-        return Start(newest)
+        return StartingPoint(newest)
     if newest is None and keys.start_epoch == "auto":
         _refuse_other_frameworks(folder)
         if keys.load is None or not folder.has_name(model_file(keys, folder)):
@@ -81,23 +81,23 @@ def _start_of_training(keys: StartKeys, folder: CheckpointFolder) -> Start:
         remark = f"model: {folder.folder} has another model, too: scores.jsonl and the other records of this one are in {records}"
     if keys.import_model_train_epoch1 is not None and (keys.load is None or keys.start_epoch == "auto"):
         file = _file(keys.import_model_train_epoch1, folder, keys, "import_model_train_epoch1")
-        return Start(model_file=file, epoch=0, remark=remark, is_import=True)
+        return StartingPoint(model_file=file, epoch=0, remark=remark, is_import=True)
     if keys.load is not None:
         file = model_file(keys, folder)
-        return Start(model_file=file, epoch=0 if keys.start_epoch == 1 else epoch_of_file(keys, folder), remark=remark)
-    return Start(remark=remark)
+        return StartingPoint(model_file=file, epoch=0 if keys.start_epoch == 1 else epoch_of_file(keys, folder), remark=remark)
+    return StartingPoint(remark=remark)
 
 
-def start_of_task(keys: StartKeys, folder: CheckpointFolder) -> Start:
+def start_of_task(keys: StartKeys, folder: CheckpointFolder) -> StartingPoint:
     """What to load for a task other than training: a model, unless `preload_from_files` fills it. Raises: CheckpointError."""
     fills = any(preload.is_due(training=False, fresh=True) for preload in parse_preloads(keys.preload_from_files))
     if fills and not (keys.load or keys.load_epoch or keys.import_model_train_epoch1 or folder.finished_epochs()):
-        return Start()
-    return Start(model_file=model_file(keys, folder), epoch=epoch_of_file(keys, folder))
+        return StartingPoint()
+    return StartingPoint(model_file=model_file(keys, folder), epoch=epoch_of_file(keys, folder))
 
 
 def position_of_model(
-    start: Start, keys: StartKeys, folder: CheckpointFolder, read_progress: Callable[[Path], Mapping[str, Any]]
+    start: StartingPoint, keys: StartKeys, folder: CheckpointFolder, read_progress: Callable[[Path], Mapping[str, Any]]
 ) -> tuple[int, int]:
     """The epoch and the number of its last step with which get_model is called, as in RETURNN: those of the model that will be
     loaded; epoch 0 for `import_model_train_epoch1`.
@@ -223,7 +223,7 @@ def resume(
     comm: Communicator,
     loader: Loader,
     checkpoints: CheckpointFolder,
-    start: Start,
+    start: StartingPoint,
     keys: StartKeys,
     learning_rate_file: str | None,
 ) -> Progress:
@@ -354,7 +354,7 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
         progress.current.fingerprints = []  # the batches may be others, too
 
 
-def load_trained(loader: Loader, start: Start, keys: StartKeys) -> Progress:
+def load_trained(loader: Loader, start: StartingPoint, keys: StartKeys) -> Progress:
     """Collective. Load a trained model without its optimizer; one that `preload_from_files` fills needs no checkpoint.
 
     Args:

@@ -23,7 +23,7 @@ from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.checkpoint.start import (
-    Start,
+    StartingPoint,
     call_hooks,
     check_data,
     load_trained,
@@ -131,7 +131,17 @@ def _fork_writer(settings: Settings) -> Fork | None:
 def _open(
     settings: Settings, purpose: Purpose, comm: Communicator, writer: Fork | None, watched: ExitStack, stack: ExitStack
 ) -> Session:
-    """Collective. Open everything but the connection.
+    """Collective. Open everything but the connection. The order matters, as each step needs those before it:
+
+    1. the keys are the same on all ranks, else these would wait for each other in different places;
+    2. signals and the log, so that what follows can be stopped and is printed;
+    3. the lock, before anything is written next to the model;
+    4. the watchdog, before what takes long;
+    5. the data;
+    6. what to load: get_model is called with its epoch and step;
+    7. the model, the optimizer and the saver;
+    8. the weights and the progress, with which the data is compared;
+    9. hooks, and the keys of epochs, which see the loaded model.
 
     Args:
         writer: the process that writes checkpoints in the background; None: it is not forked.
@@ -169,7 +179,7 @@ def _open(
     checkpoints = checkpoint_folder(settings)
     local = local_disk(settings, checkpoints)
     _fetch_checkpoint(settings, purpose, comm, checkpoints, local)
-    start = Start()  # a measurement loads nothing
+    start = StartingPoint()  # a measurement loads nothing
     position = NEW
     if purpose != "measure":
         start, position = on_rank_zero(comm, lambda: _find_start(settings, purpose, checkpoints), name="start")
@@ -224,7 +234,7 @@ def _require_packages(settings: Settings) -> None:
         section.require_packages()
 
 
-def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFolder) -> tuple[Start, tuple[int, int]]:
+def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFolder) -> tuple[StartingPoint, tuple[int, int]]:
     """On rank 0, what to load, and the epoch and the step that get_model is called with. Raises: CheckpointError."""
     start = (start_of_task if purpose in WITH_TRAINED else start_of_training)(settings.start, checkpoints)
     read_progress = FRAMEWORKS[settings.run.backend].read_progress
@@ -232,7 +242,7 @@ def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFol
 
 
 def _resume(
-    settings: Settings, comm: Communicator, loader: Loader, checkpoints: CheckpointFolder, start: Start, learner: Learner
+    settings: Settings, comm: Communicator, loader: Loader, checkpoints: CheckpointFolder, start: StartingPoint, learner: Learner
 ) -> Progress:
     """Collective. Load what a training starts from. Raises: CheckpointError."""
     state = learner.state
@@ -297,12 +307,12 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
             callback()
     if purpose in WITH_TRAINED:
         example = settings.datasets[:2][-1:]  # an evaluated dataset if there is one
-        of_purpose = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
-        of_purpose["statistics"] = (settings.train,)
+        specs_of = {"evaluate": settings.evaluations, "forward": (settings.forward,), "export": example, "load": ()}
+        specs_of["statistics"] = (settings.train,)
         watchdog.beat("opening the datasets")
         if purpose in ("forward", "export"):
             settings = replace(settings, batch=settings.batch.whole_sequences())
-        specs = [spec for spec in of_purpose[purpose] if spec is not None]
+        specs = [spec for spec in specs_of[purpose] if spec is not None]
         copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
         return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")
     copies = copy_data(settings, settings.datasets, comm, watchdog, stack, remote_only=purpose != "train")

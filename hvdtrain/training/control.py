@@ -193,7 +193,7 @@ class Control:
             stop=int(reason is not None and not by_hand),
             stop_by_hand=int(by_hand),
             save=int(self.save.is_wanted()),
-            report=int(self._scores.is_broken()),
+            report=int(self._scores.take_not_finite()),
             evaluate=int(self.evaluation.is_wanted()),
         )
 

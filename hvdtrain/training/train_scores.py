@@ -74,8 +74,8 @@ class TrainScores:
             self._feed.broken.add(batch.broken)
             self._left_out += batch.left_out
 
-    def is_broken(self) -> bool:
-        """Whether a loss of this rank that has arrived ends the training."""
+    def take_not_finite(self) -> bool:
+        """Take up the losses of this rank that have arrived; return whether one of them ends the training."""
         self._not_finite += self._learner.meter.take_not_finite()
         return self._needs_finite and bool(self._not_finite)
 
@@ -94,7 +94,7 @@ class TrainScores:
         rank_scores = _RankScores(
             scores=scores.compact(),  # a number for every step of every rank would fill the memory of each of a thousand ranks
             initial=scores.first() if is_first else {},
-            is_broken=self.is_broken(),
+            is_broken=self.take_not_finite(),
             splits=self._learner.meter.take_splits(),
             updates=self._learner.meter.take_updates(),
             broken=broken,

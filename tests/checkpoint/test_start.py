@@ -15,7 +15,7 @@ import hvdtrain
 from hvdtrain.checkpoint.cleanup import CleanupRule, parse_rule
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.keys import StartKeys
-from hvdtrain.checkpoint.start import Start, start_of_training
+from hvdtrain.checkpoint.start import StartingPoint, start_of_training
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.run import train
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
@@ -62,7 +62,7 @@ def test_a_model_that_another_framework_trained_is_refused(tmp_path: Path, kind:
         f"{tmp_path}/model.002.step-7.opt.pt of backend 'torch' (give this training another `model`, or remove "
         f"{tmp_path}/model.*)"
     )
-    assert start_of_training(StartKeys(start_epoch=1), folder) == Start()
+    assert start_of_training(StartKeys(start_epoch=1), folder) == StartingPoint()
     for name in ("001.opt.npz", "001.npz"):
         (tmp_path / f"model.{name}").touch()
     assert start_of_training(StartKeys(), folder).checkpoint == folder.at(1)
@@ -71,20 +71,20 @@ def test_a_model_that_another_framework_trained_is_refused(tmp_path: Path, kind:
 def test_a_model_without_its_optimizer_is_not_replaced(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "model")
     (tmp_path / "model.001.step-3.pt").touch()  # an evaluation within the first epoch writes it, before there is an optimizer
-    assert start_of_training(StartKeys(), folder) == Start()
+    assert start_of_training(StartKeys(), folder) == StartingPoint()
     for name in ("001.pt", "002.pt"):
         (tmp_path / f"model.{name}").touch()
     model = tmp_path / "model.002.pt"
     expected = rf"model: expected .*model.002.opt.pt, .* \(\+\+start_epoch 3 \+\+load {model} continues with a new optimizer; "
     with pytest.raises(CheckpointError, match=expected):
         start_of_training(StartKeys(), folder)
-    assert start_of_training(StartKeys(start_epoch=3, load=str(model)), folder) == Start(model_file=model, epoch=2)
-    assert start_of_training(StartKeys(start_epoch=1), folder) == Start()
+    assert start_of_training(StartKeys(start_epoch=3, load=str(model)), folder) == StartingPoint(model_file=model, epoch=2)
+    assert start_of_training(StartKeys(start_epoch=1), folder) == StartingPoint()
     elsewhere = tmp_path / "other.001.pt"
     elsewhere.touch()
     with pytest.raises(CheckpointError, match=expected):
         start_of_training(StartKeys(load=str(elsewhere)), folder)
-    assert start_of_training(StartKeys(load=str(model)), folder) == Start(model_file=model)
+    assert start_of_training(StartKeys(load=str(model)), folder) == StartingPoint(model_file=model)
     imported = start_of_training(
         StartKeys(load=str(model), import_model_train_epoch1=str(model)), CheckpointFolder(tmp_path / "new")
     )
@@ -99,7 +99,7 @@ def test_a_new_model_in_the_folder_of_another_one_is_told(tmp_path: Path) -> Non
     assert "has another model, too: scores.jsonl" in str(start_of_training(StartKeys(), folder).remark)
     for name in ("two.001.opt.pt", "two.001.pt"):
         (tmp_path / name).touch()
-    assert start_of_training(StartKeys(), folder) == Start(folder.at(1))
+    assert start_of_training(StartKeys(), folder) == StartingPoint(folder.at(1))
 
 
 def test_load_goes_on_after_the_models_epoch_and_steps(

@@ -27,7 +27,6 @@ from times import Times
 from trainings import Trained, named_by, names_in
 
 from hvdtrain.config.large_imports import SELDOM
-from hvdtrain.data import remote
 from hvdtrain.data.hdf.writer import HDFWriter
 
 # torch with CUDA imports triton, which ends in a segmentation fault in a process that has TensorFlow loaded (triton 3.7 and
@@ -81,6 +80,8 @@ def running_store() -> Iterator[ObjectStore]:
 @pytest.fixture
 def store(running_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     """An empty object store; this process notices failures soon, and tries again twice, at once."""
+    from hvdtrain.plugins.remote import files as remote  # here, as the core's tests run without it
+
     running_store.clear()
     monkeypatch.setattr(remote, "TIMEOUT", 3.0)
     monkeypatch.setattr(remote, "PAUSES", (0.01, 0.01))

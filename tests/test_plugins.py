@@ -42,6 +42,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
     },
     "trace": {"profile_steps: unknown key": ["++profile_steps", "3"]},
     "watchdog": {"watchdog_timeout: unknown key": ["++watchdog_timeout", "20"]},
+    "remote": {"checkpoint_mirror: expected a path": ["++checkpoint_mirror", "s3://bucket/exp"]},
     "submit": {"submit: expected a config file": ["submit"]},
     "trial": {"task: expected one of": ["++task", "dry_run"], "predict_ranks: unknown key": ["++predict_ranks", "8"]},
     "tables": {"train.class: expected one of": ["++train", "{'class': 'TarDataset'}"]},
@@ -86,6 +87,8 @@ def entries(plugin: Plugin) -> set[str]:
         "commands",
         "templates",
         "names",
+        "storages",
+        "mirrors",
     )
     return {name for kind in kinds for name in getattr(plugin, kind)}
 

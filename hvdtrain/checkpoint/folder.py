@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hvdtrain.checkpoint.files import Checkpoint, checkpoint_error, unfinished_path
+from hvdtrain.comm.base import Communicator
 from hvdtrain.disk.atomic import UNFINISHED, flush_to_disk, remove_path
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import CheckpointContents
@@ -27,7 +28,7 @@ KEEP_OPTIMIZERS = 2
 
 
 class MirrorProtocol(Protocol):
-    """A second place for the files of checkpoints, such as `checkpoint/mirror.py`. All methods raise CheckpointError."""
+    """A second place for the files of checkpoints, such as a `Mirror` of a plug-in. All methods raise CheckpointError."""
 
     def names(self) -> list[str]:
         """The files in it."""
@@ -39,6 +40,19 @@ class MirrorProtocol(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
+        ...
+
+    def fetch_newest(self, comm: Communicator, checkpoints: CheckpointFolder) -> None:
+        """Collective. If the newest checkpoint is in the mirror, fetch it to every host that does not have it."""
+        ...
+
+    def fetch_models(
+        self,
+        comm: Communicator,
+        checkpoints: CheckpointFolder,
+        needed: Callable[[Collection[tuple[int, float]]], Collection[tuple[int, float]]],
+    ) -> None:
+        """Collective. Fetch to the disk of rank 0 models that only the mirror has, and that the training still needs."""
         ...
 
 

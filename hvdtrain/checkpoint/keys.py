@@ -13,7 +13,7 @@ from hvdtrain.config.absent import absent
 from hvdtrain.config.convert import signature_error
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive
 from hvdtrain.config.references import is_reference
-from hvdtrain.data.remote import can_be_mirror, is_remote, package_problems
+from hvdtrain.data.remote import can_be_mirror, is_remote, url_problems
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.model_format import SAFETENSORS, is_safetensors, missing_package
 
@@ -198,4 +198,4 @@ class SavingKeys(Section):
 
     def _package_problems(self) -> list[Problem]:
         problems = missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
-        return problems + (package_problems("checkpoint_mirror", [self.checkpoint_mirror]) if self.checkpoint_mirror else [])
+        return problems + (url_problems("checkpoint_mirror", [self.checkpoint_mirror]) if self.checkpoint_mirror else [])

@@ -27,6 +27,7 @@ NAMES = {
     "other_trainer": "OtherTrainer",
     "programs": "Average Best Result evaluate forward load_model train",
     "prove": "prove",
+    "remote": "fsspec",
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
     "search_output_file_format search_output_layer search_labels",

@@ -58,6 +58,8 @@ class Plugin:
             epoch: it makes and evaluates other models of the training, and returns an `Average` for each.
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
             which writes the file and returns its path, or None.
+        storages: by any name, a `Storage`, which reads data files at URLs.
+        mirrors: by any name, a function of a URL that returns a `MirrorProtocol`, where checkpoints are copied to.
         watchdogs: by any name, a function of the settings, the communicator and the purpose of the job, which all ranks call as
             soon as they are connected: it returns a `Watchdog`.
         names: what programs import from hvdtrain, by its name.
@@ -87,6 +89,8 @@ class Plugin:
     writers: Mapping[str, str] = field(default_factory=dict)
     final_models: Mapping[str, str] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)
+    storages: Mapping[str, str] = field(default_factory=dict)
+    mirrors: Mapping[str, str] = field(default_factory=dict)
     watchdogs: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from hvdtrain.config.keys import Rule, Section, key, parsed_by
 from hvdtrain.data.files import LocalFile, Progress, is_unlocked, open_to_lock, parse_size, size_text, try_lock
-from hvdtrain.data.remote import RemoteFile, is_remote, look_up
+from hvdtrain.data.remote import RemoteFile, is_remote, look_up, without_query
 from hvdtrain.errors import DataError
 
 PAUSE = 0.05
@@ -324,7 +324,7 @@ def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress, loc
 def _require_local(paths: Iterable[str], problem: NotCopied) -> None:
     """Raises: DataError, if one of the files is remote: it can only be read from a copy."""
     for path in filter(is_remote, paths):
-        raise DataError(f"{RemoteFile(path)}: expected a copy on a local disk, got none: {problem}") from None
+        raise DataError(f"{without_query(path)}: expected a copy on a local disk, got none: {problem}") from None
 
 
 def copy_name(original: LocalFile | RemoteFile, size: int, version: int) -> str:

@@ -20,7 +20,7 @@ from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import iterable_source
 from hvdtrain.data.randomness import ITEM, own_numbers
-from hvdtrain.data.remote import RemoteFile, is_remote
+from hvdtrain.data.remote import is_remote, without_query
 from hvdtrain.errors import DataError
 
 
@@ -98,7 +98,7 @@ def open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], c
     copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
     for path in keys.data_files():
         if is_remote(path) and path not in copies:
-            raise DataError(f"{name}: expected a copy of {RemoteFile(path)} on a local disk, got none (set cache_dir)")
+            raise DataError(f"{name}: expected a copy of {without_query(path)} on a local disk, got none (set cache_dir)")
     keys = keys.with_copies(copies) if copies else keys
     inner = replace(context, budget=context.budget.part(keys.num_readers()))
     with ExitStack() as on_failure:
@@ -129,7 +129,7 @@ def open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], c
             originals = [path for path, copy in copies.items() if copy in str(error)]
             if not originals:
                 raise
-            original = RemoteFile(originals[0]) if is_remote(originals[0]) else originals[0]
+            original = without_query(originals[0]) if is_remote(originals[0]) else originals[0]
             raise DataError(f"{error} (a copy of {original})") from None
         on_failure.pop_all()
     return dataset

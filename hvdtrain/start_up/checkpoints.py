@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from hvdtrain.checkpoint.folder import CheckpointFolder, folder_of
+from hvdtrain.checkpoint.folder import CheckpointFolder, MirrorProtocol, folder_of
 from hvdtrain.checkpoint.local import LocalDisk, local_prefix
-from hvdtrain.checkpoint.mirror import Mirror, fetch_models
 from hvdtrain.comm.base import Communicator
+from hvdtrain.config.plugins import Registry
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.settings import Settings
 
@@ -37,9 +37,14 @@ def fetch_needed_models(
     """Collective. Fetch from `checkpoint_mirror` what averages may need, and the best model within an epoch."""
     mirror = mirror_of(settings)
     if mirror is not None and (settings.saving.average_checkpoints or settings.evaluation.serves("best_model")):
-        fetch_models(comm, checkpoints, mirror, needed)
+        mirror.fetch_models(comm, checkpoints, needed)
 
 
-def mirror_of(settings: Settings) -> Mirror | None:
+MIRRORS: Registry[Callable[[str], MirrorProtocol]] = Registry("mirrors")
+"""Those of plug-ins, given a URL; the first one is used."""
+
+
+def mirror_of(settings: Settings) -> MirrorProtocol | None:
     """Where the training's checkpoints are copied to."""
-    return None if settings.saving.checkpoint_mirror is None else Mirror(settings.saving.checkpoint_mirror)
+    url = settings.saving.checkpoint_mirror
+    return None if url is None else next(iter(MIRRORS.values()))(url)

@@ -18,7 +18,6 @@ from hvdtrain.checkpoint.kept_models import KeptModels
 from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.local import LocalDisk, copy_newest
 from hvdtrain.checkpoint.lock import lock_model, other_locks
-from hvdtrain.checkpoint.mirror import fetch_newest
 from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Saver
@@ -384,4 +383,4 @@ def _fetch_checkpoint(
         copy_newest(comm, checkpoints, local)
     mirror = mirror_of(settings)
     if mirror is not None:
-        fetch_newest(comm, checkpoints, mirror)
+        mirror.fetch_newest(comm, checkpoints)

@@ -17,7 +17,7 @@ from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
-from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
+from hvdtrain.data.remote import is_remote, url_problems, without_query
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.compression import COMPRESSIONS
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
@@ -126,14 +126,14 @@ def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[P
     for part in [part for spec in specs for part in spec.all()]:
         if remote := list(filter(is_remote, part.files)):
             urls[part.name] = remote
-    problems = [problem for name, some in urls.items() for problem in package_problems(name, some)]
+    problems = [problem for name, some in urls.items() for problem in url_problems(name, some)]
     copies = sections.get(CopyKeys)
     if urls and copies is not None and copies.cache_dir is None:
         name, some = next(iter(urls.items()))
         problems += problem(
             "missing",
             f"cache_dir: expected a folder on a local disk for copies of the remote files of {name}, such as "
-            f"{RemoteFile(some[0])}, got None",
+            f"{without_query(some[0])}, got None",
         )
     return problems
 

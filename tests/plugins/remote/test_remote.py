@@ -13,11 +13,12 @@ from launching import faults
 from object_store import BUCKET, ObjectStore, Request
 from opened_data import opened
 
-from hvdtrain.data import remote
 from hvdtrain.data.copies import CopyFolder, copy_files
-from hvdtrain.data.remote import RemoteFile, is_remote, package_problems
+from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.hdf_tools.dump import main as dump
+from hvdtrain.plugins.remote import files as remote
+from hvdtrain.plugins.remote.files import RemoteFile, package_problems
 from hvdtrain.settings import read_settings
 
 BLOCK = 64 << 10

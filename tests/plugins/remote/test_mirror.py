@@ -11,9 +11,9 @@ from trainings import assert_same, read_model, saved_model
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.keys import SavingKeys
-from hvdtrain.checkpoint.mirror import Mirror
 from hvdtrain.config.check import build
 from hvdtrain.errors import CheckpointError
+from hvdtrain.plugins.remote.mirror import Mirror
 
 
 def files_in(store: ObjectStore) -> set[str]:

@@ -15,7 +15,7 @@ from hvdtrain.config.plugins import plugins
 from hvdtrain.learner.frameworks import FRAMEWORKS
 
 PACKAGE = ROOT / "hvdtrain"
-LEVELS, ROOT_FILES = 9, 11
+LEVELS, ROOT_FILES = 9, 10
 
 PLACES = {
     "torch": ["learner/torch/*", "comm/torch*.py", "plugins/*"],

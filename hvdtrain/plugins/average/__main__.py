@@ -44,8 +44,8 @@ MODEL is the key `model` of the training, such as exp/g2p/model. The config is n
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status."""
-    given, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    words, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(words)
     return exit_status(lambda: run(options, overrides), "interrupted")
 
 
@@ -122,7 +122,7 @@ def make(options: argparse.Namespace, kinds: Sequence[str]) -> Averaged:
     if (missing := shortfall(rule, chosen)) is not None:
         raise CheckpointError(f"--{kind}: {missing} of {prefix}")
     target = options.out or prefix.with_name(f"{prefix.name}.{rule.name}{chosen[-1].model_file.suffix}")
-    check_target(target, checkpoints, [one.model_file for one in chosen], _suffixes(framework))
+    check_target(target, checkpoints, [checkpoint.model_file for checkpoint in chosen], _suffixes(framework))
     contents = make_average(rule, chosen, framework)
     return Averaged(target, contents, framework, _lines(rule, contents, history, measure))
 
@@ -158,10 +158,10 @@ def _folder(prefix: Path) -> tuple[CheckpointFolder, Framework]:
     for framework in FRAMEWORKS.values():
         checkpoints = CheckpointFolder(prefix, framework.suffix)
         models = [checkpoints.at(epoch).model_file for epoch in checkpoints.finished_epochs()]
-        models += [one.model_file for one in checkpoints.within_epochs()]
+        models += [checkpoint.model_file for checkpoint in checkpoints.within_epochs()]
         if models:
-            found = framework_of(models[-1])
-            return (checkpoints if found is framework else CheckpointFolder(prefix, found.suffix)), found
+            saved_by = framework_of(models[-1])
+            return (checkpoints if saved_by is framework else CheckpointFolder(prefix, saved_by.suffix)), saved_by
     hint = " (give the key `model`, which the names of the files begin with)" if prefix.exists() else ""
     raise CheckpointError(f"{prefix}: expected models such as {prefix}.001.pt, got none{hint}")
 
@@ -170,7 +170,7 @@ def _history(checkpoints: CheckpointFolder, framework: Framework) -> list[EpochR
     """The epochs with their scores, as the newest model has them. Raises: CheckpointError."""
     epochs, within = checkpoints.finished_epochs(), checkpoints.within_epochs()
     candidates = [*([checkpoints.at(epochs[-1])] if epochs else []), *within[-1:]]
-    newest = max(candidates, key=lambda one: one.age).model_file
+    newest = max(candidates, key=lambda checkpoint: checkpoint.age).model_file
     return read_progress(framework.model_files.read_model(newest), newest).records
 
 

@@ -33,13 +33,13 @@ def make_average(rule: AverageRule, chosen: Sequence[Checkpoint], framework: Fra
     if rule.kind == "running":
         contents = _running_mean(chosen[0] if len(chosen) > 1 else None, chosen[-1], framework)
     else:
-        contents = mean_of_files([one.model_file for one in chosen], framework)
+        contents = mean_of_files([checkpoint.model_file for checkpoint in chosen], framework)
     return average_contents(contents, rule.name, source_names(rule, chosen))
 
 
 def source_names(rule: AverageRule, chosen: Sequence[Checkpoint]) -> list[str]:
     """The names of the files that an average is made from."""
-    return [(one.running_file if rule.kind == "running" else one.model_file).name for one in chosen]
+    return [(checkpoint.running_file if rule.kind == "running" else checkpoint.model_file).name for checkpoint in chosen]
 
 
 def average_contents(contents: Mapping[str, Any], name: str, sources: Sequence[str]) -> dict[str, Any]:

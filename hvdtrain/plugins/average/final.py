@@ -80,26 +80,26 @@ def make_averages(settings: Settings, session: Session, step_log: StepLog) -> li
     checkpoints = checkpoint_folder(settings)
     folder, epoch = settings.records, session.progress.epoch
     known = on_rank_zero(session.comm, lambda: _read(folder / FILE, epoch), name="averages.known")
-    made: list[AverageScores] = []
+    averages: list[AverageScores] = []
     feeds = session.epochs.feeds(session.feeds, epoch)
     session.learner.begin_epoch(epoch, session.progress.step)  # this start of the program may have trained nothing
     with stop_vote(session) as after_step:
         evaluator = Evaluator(session, feeds, step_log, after_step)
         for rule in rules:
             chosen = on_rank_zero(session.comm, partial(_choose, rule, session, checkpoints), name="averages.choose")
-            made.append(_average(settings, rule, chosen, known.get(rule.name), evaluator, session, checkpoints))
+            averages.append(_average(settings, rule, chosen, known.get(rule.name), evaluator, session, checkpoints))
         if settings.learner.ema_decay is not None:
-            made_from, found = evaluator.made_from(TRAINED), known.get(TRAINED)
-            if found is None or found.made_from != made_from:
-                found = AverageScores(TRAINED, None, [], epoch, evaluator.scores(epoch), made_from)
-            made.append(found)
-    on_rank_zero(session.comm, lambda: _write(folder / FILE, made), name="averages.write")
+            made_from, trained = evaluator.made_from(TRAINED), known.get(TRAINED)
+            if trained is None or trained.made_from != made_from:
+                trained = AverageScores(TRAINED, None, [], epoch, evaluator.scores(epoch), made_from)
+            averages.append(trained)
+    on_rank_zero(session.comm, lambda: _write(folder / FILE, averages), name="averages.write")
     for line in comparison(
-        session.best.records(session.progress), made, session.best.measure, settings.learner.ema_decay is not None
+        session.best.records(session.progress), averages, session.best.measure, settings.learner.ema_decay is not None
     ):
         log.result(line)
     models = checkpoints.prefix.parent.absolute()
-    return [Average(average.name, average.scores, None if average.file is None else models / average.file) for average in made]
+    return [Average(each.name, each.scores, None if each.file is None else models / each.file) for each in averages]
 
 
 def _choose(rule: AverageRule, session: Session, checkpoints: CheckpointFolder) -> list[Checkpoint]:
@@ -113,19 +113,19 @@ def _average(
     settings: Settings,
     rule: AverageRule,
     chosen: Sequence[Checkpoint],
-    found: AverageScores | None,
+    known: AverageScores | None,
     evaluator: Evaluator,
     session: Session,
     checkpoints: CheckpointFolder,
 ) -> AverageScores:
-    """Collective. Make and evaluate one average, unless `found` is what would be made."""
+    """Collective. Make and evaluate one average, unless `known` is what would be made."""
     epoch, framework = session.progress.epoch, FRAMEWORKS[settings.run.backend]
     suffix = settings.saving.checkpoint_format or framework.suffix
     file = checkpoints.prefix.with_name(f"{checkpoints.prefix.name}.{rule.name}.{suffix}")
     sources, made_from = source_names(rule, chosen), evaluator.made_from(repr(rule))
     exists = on_rank_zero(session.comm, file.exists, name="averages.exists")
-    if found is not None and (found.of, found.made_from) == (sources, made_from) and exists:
-        return found
+    if known is not None and (known.of, known.made_from) == (sources, made_from) and exists:
+        return known
     session.watchdog.beat(f"averaging {rule.name}", "saving")
     state, contents = session.learner.state, dict[str, Any]()
 
@@ -204,7 +204,7 @@ class Evaluator:
 
 
 def comparison(
-    records: Sequence[EpochRecord], made: Sequence[AverageScores], measure: Measure, has_moving_average: bool
+    records: Sequence[EpochRecord], averages: Sequence[AverageScores], measure: Measure, has_moving_average: bool
 ) -> Iterator[str]:
     """The lines of the log about the averages, and about which model is the best.
 
@@ -212,19 +212,19 @@ def comparison(
         records: of the epochs, and of evaluations within them.
         has_moving_average: whether the models of the epochs are moving averages (`ema_decay`).
     """
-    for one in made:
-        shown = {name: value for name, value in one.scores.items() if not name.startswith("train_")}
-        what = f"the average of {', '.join(one.of)}" if one.of else "without the moving average"
-        yield f"{one.name}: {text({name.replace('_loss_', ' '): value for name, value in shown.items()})} ({what})"
+    for average in averages:
+        shown = {name: value for name, value in average.scores.items() if not name.startswith("train_")}
+        what = f"the average of {', '.join(average.of)}" if average.of else "without the moving average"
+        yield f"{average.name}: {text({name.replace('_loss_', ' '): value for name, value in shown.items()})} ({what})"
     best, name = measure.best(records), measure.name(records)
-    if best is None or name is None or not all(name in one.scores for one in made):
+    if best is None or name is None or not all(name in average.scores for average in averages):
         return
     of = " with the moving average" if has_moving_average else ""
     place = f"epoch {best.epoch}" if best.at_step is None else f"epoch {best.epoch}, step {best.at_step}"
     candidates = {f"the last epoch, {records[-1].epoch},{of}": records[-1].scores.get(name, math.nan)}
     if best is not records[-1]:
         candidates[f"the best one, {place},{of}"] = best.scores[name]
-    candidates |= {one.name if one.of else "the last epoch without it": one.scores[name] for one in made}
+    candidates |= {average.name if average.of else "the last epoch without it": average.scores[name] for average in averages}
     sign = -1 if measure.is_higher_better(name) else 1
     known = {label: value for label, value in candidates.items() if math.isfinite(value)}
     if not known:
@@ -237,19 +237,19 @@ def comparison(
 def _read(path: Path, epoch: int) -> dict[str, AverageScores]:
     """By name, the averages that the file has, if they are of the same last epoch."""
     try:
-        found = [AverageScores(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-        return {one.name: _with_numbers(one) for one in found if one.epoch == epoch}
+        averages = [AverageScores(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        return {average.name: _with_numbers(average) for average in averages if average.epoch == epoch}
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def _with_numbers(one: AverageScores) -> AverageScores:
-    return replace(one, scores={name: float(value) for name, value in one.scores.items()})
+def _with_numbers(average: AverageScores) -> AverageScores:
+    return replace(average, scores={name: float(value) for name, value in average.scores.items()})
 
 
-def _write(path: Path, made: Sequence[AverageScores]) -> None:
+def _write(path: Path, averages: Sequence[AverageScores]) -> None:
     """Write the file atomically, if it has changed. Raises: CheckpointError."""
-    entries = [asdict(one) for one in made]
+    entries = [asdict(average) for average in averages]
     for entry in entries:
         entry["scores"] = {name: value if math.isfinite(value) else str(value) for name, value in entry["scores"].items()}
     text = json.dumps(entries, indent=1) + "\n"

@@ -26,13 +26,13 @@ def framework_of(file: Path) -> Framework:
 
             with safe_open(file, framework="numpy") as stored:
                 name = (stored.metadata() or {}).get(FORMAT)
-        found = [framework for framework in FRAMEWORKS.values() if framework.header == name]
-        return found[0] if found else next(iter(FRAMEWORKS.values()))
-    found = [framework for framework in FRAMEWORKS.values() if file.suffix == f".{framework.suffix}"]
-    if not found:
+        frameworks = [framework for framework in FRAMEWORKS.values() if framework.header == name]
+        return frameworks[0] if frameworks else next(iter(FRAMEWORKS.values()))
+    frameworks = [framework for framework in FRAMEWORKS.values() if file.suffix == f".{framework.suffix}"]
+    if not frameworks:
         known = ", ".join(f".{framework.suffix}" for framework in FRAMEWORKS.values())
         raise CheckpointError(f"{file}: expected a model's file, whose name ends in {known} or .safetensors, got another")
-    return found[0]
+    return frameworks[0]
 
 
 def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]:
@@ -99,13 +99,13 @@ def with_parameters(file: Path, values: Mapping[str, Array], framework: Framewor
 def _replace(contents: Mapping[str, Any], values: Mapping[str, Array], io: Any) -> dict[str, Any]:
     """Contents of a model's file with other values of some tensors. Tensors that shared their memory do so again."""
     model = contents["model"]
-    made: dict[Any, Any] = {}
+    narrowed: dict[Any, Any] = {}
     tensors = dict(model)
     for name, array in values.items():
         place = io.place_of(model[name])
-        if place not in made or not array.size:
-            made[place] = io.narrow(array, model[name])
-        tensors[name] = made[place]
+        if place not in narrowed or not array.size:
+            narrowed[place] = io.narrow(array, model[name])
+        tensors[name] = narrowed[place]
     return {**contents, "model": tensors}
 
 

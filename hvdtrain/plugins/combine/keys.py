@@ -118,9 +118,9 @@ class MapDatasetKeys(DatasetKeys):
             if not isinstance(entry, dict):
                 problems += problem("wrong-type", f"map_outputs.{name}: expected a dict with dim, sparse, dtype, got {entry!r}")
                 continue
-            made, more = build(OutputKeys, entry, f"map_outputs.{name}.", {})
+            keys, more = build(OutputKeys, entry, f"map_outputs.{name}.", {})
             problems += more + unknown_options(f"map_outputs.{name}.", entry, OutputKeys, "an entry of map_outputs")
-            problems += [found.within(f"map_outputs.{name}.") for found in (made.problems() if made is not None else [])]
+            problems += [problem.within(f"map_outputs.{name}.") for problem in (keys.problems() if keys is not None else [])]
         return problems
 
     @property

@@ -84,32 +84,34 @@ class MapDataset(Mapped):
             # The same on every rank, in any order of the sequences; a RandomState, as existing configs call its methods.
             arguments["rng"] = numpy.random.RandomState([self._seed, self._epoch, index, *([self._draw] if self._draw else [])])
         # A copy, as the user's items and a cache keep their arrays: an array changed in place would be changed again next time.
-        given = {name: values.copy() if values.flags.writeable else values for name, values in arrays.items()}
+        copies = {name: values.copy() if values.flags.writeable else values for name, values in arrays.items()}
         try:
-            made = self._map_seq(given, **arguments)
+            mapped = self._map_seq(copies, **arguments)
         except StopIteration as error:
             raise ended_iterator_error(f"{self._where}.map_seq, sequence {index}", error) from error
         except BaseException as error:  # including SystemExit, which has no message
             error.add_note(f"in {self._where}.map_seq, sequence {index}")
             raise
-        if not isinstance(made, dict):
-            raise DataError(f"{self._where}.map_seq: expected a dict of arrays, got {type(made).__name__} for sequence {index}")
-        return {name: self._check_array(index, name, made) for name in self.streams}
+        if not isinstance(mapped, dict):
+            raise DataError(f"{self._where}.map_seq: expected a dict of arrays, got {type(mapped).__name__} for sequence {index}")
+        return {name: self._check_array(index, name, mapped) for name in self.streams}
 
     def how_read(self) -> str:
         how = self._dataset.how_read()
         return "; ".join([how, "mapped"] if how else ["mapped"])
 
-    def _check_array(self, index: int, name: str, made: Mapping[str, Any]) -> Array:
+    def _check_array(self, index: int, name: str, mapped: Mapping[str, Any]) -> Array:
         """One array, checked against its stream and against the length that batches are planned with. Raises: DataError."""
         what = f"{self._where}.map_seq"
-        if name not in made:
-            raise DataError(f"{what}: expected the data key {name!r}, got only {', '.join(map(repr, made))} for sequence {index}")
+        if name not in mapped:
+            raise DataError(
+                f"{what}: expected the data key {name!r}, got only {', '.join(map(repr, mapped))} for sequence {index}"
+            )
         stream = self.streams[name]
         try:
-            values = numpy.asarray(made[name])
+            values = numpy.asarray(mapped[name])
         except (TypeError, ValueError, RuntimeError) as error:  # as of a tensor on a GPU, or of a type that numpy does not have
-            got = f"{type(made[name]).__name__} for sequence {index}: {error}"
+            got = f"{type(mapped[name]).__name__} for sequence {index}: {error}"
             raise DataError(f"{what}: expected an array in {name!r}, got {got}") from None
         if values.ndim == 0 or values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
             got = f"{values.dtype} of shape {values.shape[1:]}" if values.ndim else f"the number {values}"
@@ -184,11 +186,11 @@ def _open_steps(
         refuse_selection(f"{where}.datasets.{name}", datasets[name], "a step takes any of its sequences")
 
     def call(function: Callable[..., Any], arrays: Mapping[str, Array], draw: Draw) -> Any:
-        given = {"epoch": draw.epoch, "index": draw.index, "rng": draw.rng}
-        made = function(arrays, **{name: given[name] for name in accepted_arguments(function, tuple(given))})
-        if not isinstance(made, dict):
-            raise DataError(f"{where}.map_seq: expected a dict of arrays from each function, got {type(made).__name__}")
-        return made
+        arguments = {"epoch": draw.epoch, "index": draw.index, "rng": draw.rng}
+        mapped = function(arrays, **{name: arguments[name] for name in accepted_arguments(function, tuple(arguments))})
+        if not isinstance(mapped, dict):
+            raise DataError(f"{where}.map_seq: expected a dict of arrays from each function, got {type(mapped).__name__}")
+        return mapped
 
     pipeline = Pipeline(f"{where}.map_seq", steps, dataset, datasets, keys.map_seed, call, scanning)
 

@@ -73,7 +73,7 @@ class TagIndex:
         self._hashes = unsorted[self._order]
         self._run = self._longest_run()
 
-    def positions_in(self, name: str, other: Dataset) -> Array | None:
+    def positions_in(self, name: str, dataset: Dataset) -> Array | None:
         """For every sequence of this dataset, the index of the other's sequence with the same tag; None: the same index.
 
         Tags are compared in full, so sequences with the same hash are not mistaken for each other. Sequences that only the
@@ -82,25 +82,25 @@ class TagIndex:
         Raises:
             DataError: the other dataset does not have all of the tags, or has one of them twice.
         """
-        if other.num_sequences == len(self._tags) and self._same_order(other):
+        if dataset.num_sequences == len(self._tags) and self._same_order(dataset):
             return None
-        found = numpy.full(len(self._tags), -1, dtype=_index_type(other.num_sequences))
-        for start, block in tag_blocks(other):
+        positions = numpy.full(len(self._tags), -1, dtype=_index_type(dataset.num_sequences))
+        for start, block in tag_blocks(dataset):
             here, there = self._lookup(block)
-            if len(numpy.unique(here)) < len(here) or (found[here] >= 0).any():
-                twice = numpy.concatenate([here[found[here] >= 0], here[_is_repeated(here)]])
+            if len(numpy.unique(here)) < len(here) or (positions[here] >= 0).any():
+                twice = numpy.concatenate([here[positions[here] >= 0], here[_is_repeated(here)]])
                 raise DataError(f"{name}: expected every tag once, got {_text(self._tags[twice[0]])!r} twice")
-            found[here] = start + there
-        missing = numpy.flatnonzero(found < 0)
+            positions[here] = start + there
+        missing = numpy.flatnonzero(positions < 0)
         if len(missing):
             raise DataError(
                 f"{name}: expected all {len(self._tags)} tags of {self._name}, got {len(self._tags) - len(missing)}: "
                 f"{len(missing)} are missing, the first is {_text(self._tags[missing[0]])!r}"
             )
-        return found
+        return positions
 
-    def _same_order(self, other: Dataset) -> bool:
-        return all(bool((block == self._tags[start : start + len(block)]).all()) for start, block in tag_blocks(other))
+    def _same_order(self, dataset: Dataset) -> bool:
+        return all(bool((block == self._tags[start : start + len(block)]).all()) for start, block in tag_blocks(dataset))
 
     def _lookup(self, block: Array) -> tuple[Array, Array]:
         """Which tags of the block this dataset has: positions in the dataset, and in the block."""
@@ -216,9 +216,9 @@ class MetaDataset(ChangedSequences):
         for name, keys in self._keys.items():
             places = self._positions[name]
             there = indices if places is None else places[numpy.asarray(indices)].tolist()
-            for made, arrays in zip(result, self._datasets[name].sequences(there), strict=True):
-                made.update({data_key: arrays[source] for data_key, source in keys.items()})
-        return [{data_key: made[data_key] for data_key in self.streams} for made in result]
+            for sequence, arrays in zip(result, self._datasets[name].sequences(there), strict=True):
+                sequence.update({data_key: arrays[source] for data_key, source in keys.items()})
+        return [{data_key: sequence[data_key] for data_key in self.streams} for sequence in result]
 
     def padded(self, indices: Array) -> dict[str, Padded]:
         """Each dataset reads its data keys of the batch at once."""

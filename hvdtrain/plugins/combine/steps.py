@@ -96,7 +96,7 @@ class Pipeline:
         self._seed = seed
         self._call = call
         self._steps = [resolve(step.opener)(step, datasets) if isinstance(step, StepKeys) else step for step in steps]
-        self._found: dict[int, Array] = {}
+        self._lengths_found: dict[int, Array] = {}
         streams = dict(dataset.streams)
         for number, step in enumerate(self._steps):
             if isinstance(step, Step):
@@ -110,7 +110,7 @@ class Pipeline:
         self.has_random_lengths = any(isinstance(step, Step) and step.has_random_lengths for step in self._steps)
         for number, step in enumerate(self._steps):
             if isinstance(step, Step) and step.has_found_lengths:
-                self._found[number] = self._find(number, step, steps[number], scanning)
+                self._lengths_found[number] = self._find(number, step, steps[number], scanning)
 
     def __call__(self, arrays: Arrays, *, epoch: int, index: int, rng: numpy.random.RandomState) -> dict[str, Array]:
         return self._apply(arrays, Draw(self._seed, epoch, index, rng), self._steps)
@@ -120,8 +120,8 @@ class Pipeline:
         lengths = dict(inside.lengths)
         for number, step in enumerate(self._steps):
             if isinstance(step, Step):
-                found = self._found.get(number)
-                lengths[step.key] = step.lengths(lengths[step.key], self._seed, epoch) if found is None else found
+                lengths_found = self._lengths_found.get(number)
+                lengths[step.key] = step.lengths(lengths[step.key], self._seed, epoch) if lengths_found is None else lengths_found
         return lengths
 
     def _apply(self, arrays: Arrays, draw: Draw, steps: Sequence[Step | Callable[..., Any]]) -> dict[str, Array]:
@@ -138,8 +138,8 @@ class Pipeline:
         dataset = self._dataset
 
         earlier = self._steps[:number]
-        if all(isinstance(one, Step) for one in earlier):  # functions may use all data keys, steps only change their own
-            earlier = [one for one in earlier if isinstance(one, Step) and one.key == step.key]
+        if all(isinstance(each, Step) for each in earlier):  # functions may use all data keys, steps only change their own
+            earlier = [each for each in earlier if isinstance(each, Step) and each.key == step.key]
 
         def measure(index: int) -> tuple[dict[str, int], dict[str, int]]:
             draw = Draw(self._seed, 1, index, numpy.random.RandomState([self._seed, 1, index]))
@@ -151,7 +151,7 @@ class Pipeline:
         before = [fingerprint_of(member) for member in self._steps[:number] if not isinstance(member, Step)]
         identity = f"tokens {tags} {sums} {some} {before} {fingerprint_of(asdict(keys))}"
         where, size = f"{self._where}.{number}", dataset.num_sequences
-        found = find_lengths(where, lambda: identity, [step.key], size, measure, scanning).lengths
-        if broken := measure_broken(found, measure):
+        lengths_by_key = find_lengths(where, lambda: identity, [step.key], size, measure, scanning).lengths
+        if broken := measure_broken(lengths_by_key, measure):
             raise BrokenSequence(broken[0])
-        return found[step.key]
+        return lengths_by_key[step.key]

@@ -75,17 +75,17 @@ class PowerSGD(GradientCompressor):
         self, tensors: Sequence[torch.Tensor], op: Op, *, name: str, owners: Sequence[int] | None = None, exact: bool = False
     ) -> Any:
         numbers = (
-            [] if exact or self._comm.size == 1 else [number for number, one in enumerate(tensors) if self._is_worthwhile(one)]
+            [] if exact or self._comm.size == 1 else [number for number, each in enumerate(tensors) if self._is_worthwhile(each)]
         )
         if not numbers:
             return super().start(tensors, op, name=name, owners=owners, exact=exact)
         flat = [tensors[number].reshape(len(tensors[number]), -1) for number in numbers]
         errors, factors = self._memory(name, flat)
-        matrices = [one + error for one, error in zip(flat, errors, strict=True)]
+        matrices = [gradient + error for gradient, error in zip(flat, errors, strict=True)]
         left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
         pending = Pending(name, list(tensors), dict(zip(numbers, matrices, strict=True)), factors, left)
         self._waiting.append(pending)
-        size = sum(one.numel() * one.element_size() for bucket in self._waiting for one in bucket.first_message())
+        size = sum(tensor.numel() * tensor.element_size() for bucket in self._waiting for tensor in bucket.first_message())
         if size >= self._comm.bucket_bytes(on_gpu=left[0].device.type != "cpu"):
             self._send_first(op)
         return op, pending
@@ -108,8 +108,8 @@ class PowerSGD(GradientCompressor):
             for total, before in zip(pending.totals, pending.factors, strict=True)
         ]
         reduced: list[torch.Tensor] = pending.tensors
-        for number, one, total in zip(pending.matrices, pending.left, pending.totals, strict=True):
-            reduced[number] = (one @ total.T).reshape(reduced[number].shape)
+        for number, left, total in zip(pending.matrices, pending.left, pending.totals, strict=True):
+            reduced[number] = (left @ total.T).reshape(reduced[number].shape)
         return reduced
 
     def _send_first(self, op: Op) -> None:
@@ -135,7 +135,7 @@ class PowerSGD(GradientCompressor):
             right = [matrix.T @ left for matrix, left in zip(matrices, bucket.left, strict=True)]
             # A non-finite update is not applied, so no part of it may come back later.
             triples = zip(matrices, bucket.left, right, strict=True)
-            errors = [(matrix - left @ other.T).nan_to_num(0.0, 0.0, 0.0) for matrix, left, other in triples]
+            errors = [(matrix - left @ total.T).nan_to_num(0.0, 0.0, 0.0) for matrix, left, total in triples]
             self._own[ERRORS + bucket.name] = errors
             message += right
         self._second.append((buckets, super().start(message, op, name=f"{buckets[0].name}.right")))
@@ -150,12 +150,12 @@ class PowerSGD(GradientCompressor):
     def _memory(self, name: str, matrices: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The errors and the right factors of the last update; before the first update, zeros and random numbers."""
         errors, factors = self._own.get(ERRORS + name, []), self._shared.get(FACTORS + name, [])
-        if [one.shape for one in errors] != [one.shape for one in matrices]:
-            errors = [torch.zeros_like(one) for one in matrices]
-        shapes = [(one.shape[1], self._rank) for one in matrices]
-        if [tuple(one.shape) for one in factors] != shapes:
-            empty = [one.new_empty(shape) for one, shape in zip(matrices, shapes, strict=True)]
-            factors = [_initial_factor(f"{name}.{place}", one) for place, one in enumerate(empty)]
+        if [matrix.shape for matrix in errors] != [matrix.shape for matrix in matrices]:
+            errors = [torch.zeros_like(matrix) for matrix in matrices]
+        shapes = [(matrix.shape[1], self._rank) for matrix in matrices]
+        if [tuple(factor.shape) for factor in factors] != shapes:
+            empty = [matrix.new_empty(shape) for matrix, shape in zip(matrices, shapes, strict=True)]
+            factors = [_initial_factor(f"{name}.{place}", matrix) for place, matrix in enumerate(empty)]
         return errors, factors
 
 

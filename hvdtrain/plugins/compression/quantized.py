@@ -96,14 +96,14 @@ class Quantized(GradientCompressor):
             reduced[number] = piece.view(handle.tensors[number].shape)
         if handle.others is not None:
             exact = iter(super().finish(handle.others))
-            reduced = [one if number in handle.numbers else next(exact) for number, one in enumerate(reduced)]
+            reduced = [tensor if number in handle.numbers else next(exact) for number, tensor in enumerate(reduced)]
         return reduced
 
     def _encode(self, values: torch.Tensor, name: str) -> torch.Tensor:
         """Values in few bits, plus what an earlier message under this name did not contain; keep what this one does not."""
-        kept = self._own.get(name, [])
-        if [one.shape for one in kept] == [values.shape]:
-            values = values + kept[0]
+        errors = self._own.get(name, [])
+        if [error.shape for error in errors] == [values.shape]:
+            values = values + errors[0]
         encoded = encode(values, self._bits)
         # Values that are not finite end the training. No part of them may come back after it is resumed.
         self._own[name] = [(values - decode(encoded, self._bits)).nan_to_num(0.0, 0.0, 0.0)]

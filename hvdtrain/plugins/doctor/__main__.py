@@ -66,8 +66,8 @@ exit status, for job scripts
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
-    given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    words, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(words)
     wanted = [*options.configs, *overrides_given]
     if options.predict is not None:
         if not options.configs:

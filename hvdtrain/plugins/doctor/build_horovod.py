@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     versions = built_for(frameworks, cuda, os.environ)
     wheel_dir = options.wheel_dir or _default_wheel_dir()
     places = [wheel_dir, _default_wheel_dir()]
-    wheel = None if options.force else next((found for place in places if (found := matching_wheel(place, versions))), None)
+    wheel = None if options.force else next((built for place in places if (built := matching_wheel(place, versions))), None)
     if wheel and (works or (_install(wheel, options.log) and _problem(frameworks) is None)):
         copied = wheel.parent == wheel_dir or _copy_wheel(wheel, wheel_dir)
         return _works(frameworks, wheel) if copied else 1
@@ -101,12 +101,12 @@ def newer_than_tried(versions: dict[str, str]) -> list[str]:
     """
     lines = []
     for name, newest in TRIED.items():
-        found = re.search(r"[\d.]*\d(?=\S*$)" if name == "compiler" else r"\d[\d.]*", versions.get(name, ""))
-        numbers = ".".join(found[0].split(".")[: newest.count(".") + 1]) if found else ""
+        match = re.search(r"[\d.]*\d(?=\S*$)" if name == "compiler" else r"\d[\d.]*", versions.get(name, ""))
+        numbers = ".".join(match[0].split(".")[: newest.count(".") + 1]) if match else ""
         foreign = name == "mpi" and not versions.get(name, "").startswith("Open MPI")
-        if found and not foreign and is_older(newest, numbers):
+        if match and not foreign and is_older(newest, numbers):
             called = {"compiler": "g++", "mpi": "Open MPI", "python": "Python"}.get(name, name)
-            lines.append(f"{called} {found[0]} is newer than {newest}, the newest that this was tried with: trying")
+            lines.append(f"{called} {match[0]} is newer than {newest}, the newest that this was tried with: trying")
     return lines
 
 
@@ -115,20 +115,20 @@ def error_lines(log: str, limit: int = 12) -> list[str]:
     there are none. In a parallel build, the errors are far from the end of the log.
     """
     lines = log.splitlines()
-    found: dict[str, list[str]] = {}
+    errors: dict[str, list[str]] = {}
     for number, line in enumerate(lines):
         text = line.lstrip()
         if text.startswith("CMake Error"):
             details = [line.strip() for line in lines[number + 1 : number + 12] if line.strip()]
             ends = ("--", "CMake", "Call Stack", "See also")
             end = next((index for index, detail in enumerate(details) if detail.startswith(ends)), len(details))
-            found.setdefault(text, [f"  {detail}" for detail in details[: min(end, 6)]])
+            errors.setdefault(text, [f"  {detail}" for detail in details[: min(end, 6)]])
         elif ERROR.search(line) or (line.startswith("ERROR: ") and "Failed" not in line):
-            found.setdefault(text, [])
-    if not found:
+            errors.setdefault(text, [])
+    if not errors:
         return lines[-20:]
-    shown = [text for line, details in list(found.items())[:limit] for text in (line, *details)]
-    return [*shown, *([f"... and {len(found) - limit} more"] if len(found) > limit else [])]
+    shown = [text for line, details in list(errors.items())[:limit] for text in (line, *details)]
+    return [*shown, *([f"... and {len(errors) - limit} more"] if len(errors) > limit else [])]
 
 
 def _install_only(place: Path, frameworks: list[str], log: Path) -> int:

@@ -97,12 +97,12 @@ def wrap_report(text: Iterable[str], columns: int) -> list[str]:
     ok       limits: 20000 open files, 96365
              processes
     """
-    found = []
+    lines = []
     for line in "\n".join(text).split("\n"):
         is_table = line.startswith(INDENT + " ")
         wrapped = textwrap.wrap(line, columns, subsequent_indent=INDENT, break_long_words=False, break_on_hyphens=False)
-        found += [line] if is_table else wrapped
-    return found
+        lines += [line] if is_table else wrapped
+    return lines
 
 
 def summary(findings: Iterable[Finding]) -> str:

@@ -203,8 +203,8 @@ def cuda_of_torch() -> str | None:
     """The version of CUDA that the installed torch was built for, without importing torch."""
     spec = find_spec("torch")
     places = (spec.submodule_search_locations or []) if spec else []
-    found = [Path(place) / "version.py" for place in places if (Path(place) / "version.py").exists()]
-    return runpy.run_path(str(found[0])).get("cuda") if found else None
+    files = [Path(place) / "version.py" for place in places if (Path(place) / "version.py").exists()]
+    return runpy.run_path(str(files[0])).get("cuda") if files else None
 
 
 def cuda_home(environment: Mapping[str, str]) -> Path | None:
@@ -257,15 +257,15 @@ def write_wrappers(folder: Path, cmake: str, standard: int, with_cuda: bool) -> 
     wrapper = CMAKE_WRAPPER.format(
         cmake=shlex.quote(cmake), include=shlex.quote(str(HOROVOD_CMAKE)), options="" if with_cuda else WITHOUT_CUDA
     )
-    found = {
+    files = {
         "CXX": folder / "g++-of-hvdtrain",
         "HOROVOD_CMAKE": folder / "cmake",
     }
-    found["CXX"].write_text(COMPILER_WRAPPER.format(options=options))
-    found["HOROVOD_CMAKE"].write_text(wrapper)
-    for path in found.values():
+    files["CXX"].write_text(COMPILER_WRAPPER.format(options=options))
+    files["HOROVOD_CMAKE"].write_text(wrapper)
+    for path in files.values():
         path.chmod(0o755)
-    return {name: str(path) for name, path in found.items()}
+    return {name: str(path) for name, path in files.items()}
 
 
 def _compile(source: str, standard: int, *options: str) -> str | None:

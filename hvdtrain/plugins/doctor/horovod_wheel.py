@@ -39,7 +39,7 @@ BUILT_FOR = "built-for.json"
 def built_for(frameworks: list[str], cuda: CudaChoice, environment: Mapping[str, str]) -> dict[str, str]:
     """Everything that a wheel of Horovod depends on, by name; a kept wheel is installed only if all values are equal."""
     recipe = Path(__file__).with_name("horovod_recipe.py").read_bytes() + HOROVOD_CMAKE.read_bytes()
-    found = {
+    properties = {
         "horovod": HOROVOD_VERSION,
         "recipe": hashlib.sha256(recipe).hexdigest()[:16],
         "python": sys.version.split()[0],
@@ -53,10 +53,10 @@ def built_for(frameworks: list[str], cuda: CudaChoice, environment: Mapping[str,
     }
     if cuda.nccl:
         header = (cuda.nccl / "include/nccl.h").read_bytes()
-        found["nccl"] = f"{cuda.nccl} {hashlib.sha256(header).hexdigest()[:16]}"
+        properties["nccl"] = f"{cuda.nccl} {hashlib.sha256(header).hexdigest()[:16]}"
     for framework in frameworks:
-        found[framework] = _version(framework)
-    return found | {
+        properties[framework] = _version(framework)
+    return properties | {
         name: environment[name] for name in sorted(environment) if name in BUILD_VARIABLES or name.startswith("HOROVOD_")
     }
 
@@ -83,9 +83,9 @@ def misfits(wheel: Path, here: Mapping[str, str]) -> list[str]:
         return ["expected a wheel that build-horovod made, with built-for.json in it"]
 
     def differs(name: str, what: str, by_major: bool = False) -> list[str]:
-        wanted, found = built.get(name, "none"), here.get(name, "none")
-        is_same = wanted.split(".")[0] == found.split(".")[0] if by_major else wanted == found
-        return [] if is_same else [f"built for {what}{wanted}, here is {found}"]
+        wanted, present = built.get(name, "none"), here.get(name, "none")
+        is_same = wanted.split(".")[0] == present.split(".")[0] if by_major else wanted == present
+        return [] if is_same else [f"built for {what}{wanted}, here is {present}"]
 
     reasons = [] if built.get("abi") == here["abi"] else [f"built for Python {built.get('python')}, here is {here['python']}"]
     for framework in ("torch", "tensorflow"):

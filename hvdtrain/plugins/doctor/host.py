@@ -102,7 +102,7 @@ def read_config(paths: list[Path], overrides: dict[str, str]) -> tuple[Settings 
     try:
         return with_datasets(read_settings(paths, overrides)), [ok("config", ", ".join(map(str, paths)))]
     except ConfigError as error:
-        return None, [problem("config", str(found), "docs/keys.md describes every key") for found in error.problems]
+        return None, [problem("config", str(each), "docs/keys.md describes every key") for each in error.problems]
 
 
 MOST_FILES = 20

@@ -94,7 +94,7 @@ def matches(name: str, pattern: str) -> bool:
         pattern, wanted = pattern[1:], False
     exact = pattern.startswith("=")
     names = [part.split(":")[0] for part in pattern.removeprefix("=").split(",") if part]
-    return any(name == other if exact else name.startswith(other) for other in names) == wanted
+    return any(name == listed if exact else name.startswith(listed) for listed in names) == wanted
 
 
 def nccl_picks(setting: str | None, interfaces: Sequence[Interface]) -> list[Interface]:

@@ -68,9 +68,9 @@ class PythonProbe:
             self._process.kill()
             self._process.communicate()
             return None, f"no answer within {seconds:.0f} s"
-        found = [line.removeprefix("found:") for line in out.splitlines() if line.startswith("found:")]
-        if found:
-            answer: dict[str, Any] = json.loads(found[-1])
+        answers = [line.removeprefix("found:") for line in out.splitlines() if line.startswith("found:")]
+        if answers:
+            answer: dict[str, Any] = json.loads(answers[-1])
             return answer, ""
         return None, (err.strip().splitlines() or [f"ended with status {self._process.returncode}"])[-1]
 
@@ -100,20 +100,20 @@ def installed_version(package: str) -> str | None:
     return None
 
 
-def is_older(one: str, other: str) -> bool:
+def is_older(version: str, least: str) -> bool:
     """Whether one version is older than another.
 
     >>> is_older("2.9.1", "2.13"), is_older("2.13.0+cpu", "2.13")
     (True, False)
     """
-    numbers = [[int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]] for text in (one, other)]
+    numbers = [[int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]] for text in (version, least)]
     return numbers[0] < numbers[1]
 
 
 def facts() -> dict[str, str]:
     """Versions that should be the same on all hosts."""
-    found = {"Python": platform.python_version(), "hvdtrain": __version__}
-    return found | {package: installed_version(package) or "none" for package in AT_LEAST}
+    versions = {"Python": platform.python_version(), "hvdtrain": __version__}
+    return versions | {package: installed_version(package) or "none" for package in AT_LEAST}
 
 
 def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
@@ -126,16 +126,16 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
     versions = {package: installed_version(package) for package in AT_LEAST}
     needed = {"numpy", "h5py", "tqdm"} | ({framework} if framework else set()) | ({"horovod"} if use_horovod else set())
     findings = []
-    for package, found in versions.items():
-        if found is None and package in needed:
+    for package, here in versions.items():
+        if here is None and package in needed:
             how = "python -m hvdtrain build-horovod" if package == "horovod" else f"pip install {package}"
             findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got none", how))
-        elif found is not None and is_older(found, AT_LEAST[package]):
+        elif here is not None and is_older(here, AT_LEAST[package]):
             newer = f"pip install '{package}>={AT_LEAST[package]}'"
-            findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got {found}", newer))
+            findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got {here}", newer))
     if framework is None and not any(map(installed_version, libraries())):
         findings.append(problem("packages", f"expected {' or '.join(libraries())}, got none", "pip install torch"))
-    installed = ", ".join(f"{package} {found}" for package, found in versions.items() if found)
+    installed = ", ".join(f"{package} {here}" for package, here in versions.items() if here)
     return [
         ok("packages", f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {installed}"),
         *findings,
@@ -176,28 +176,29 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
     Args:
         gpus: the number of GPUs that nvidia-smi lists on this host.
     """
-    found, error = probe.result()
-    if found is None:
+    answer, error = probe.result()
+    if answer is None:
         return [problem(framework, f"expected to be imported, got {error}", f"reinstall {framework}")]
     findings = []
-    if gpus and not found["gpus"]:
-        what = f"expected to use the host's {gpus} GPUs, got none ({found['version']}, built for CUDA {found['cuda'] or 'none'})"
+    if gpus and not answer["gpus"]:
+        cuda = answer["cuda"] or "none"
+        what = f"expected to use the host's {gpus} GPUs, got none ({answer['version']}, built for CUDA {cuda})"
         findings.append(warning(framework, what, f"install a {framework} with CUDA that the driver supports"))
     rebuild = "python -m hvdtrain build-horovod --force"
-    if "error" in found:
+    if "error" in answer:
         if installed_version("horovod") is None and not use_horovod:
             return [*findings, ok("Horovod", "not installed, and not asked for")]
         level = problem if use_horovod else warning
-        return [*findings, level("Horovod", f"expected to work with {framework}, got {found['error']}", rebuild)]
-    built = [name for name, is_built in (("MPI", found["mpi"]), ("Gloo", found["gloo"]), ("NCCL", found["nccl"])) if is_built]
+        return [*findings, level("Horovod", f"expected to work with {framework}, got {answer['error']}", rebuild)]
+    built = [name for name, is_built in (("MPI", answer["mpi"]), ("Gloo", answer["gloo"]), ("NCCL", answer["nccl"])) if is_built]
     about = f"Horovod for {framework}"
-    if not found["mpi"] and not found["gloo"]:
+    if not answer["mpi"] and not answer["gloo"]:
         findings.append(problem(about, "expected MPI or Gloo to be built in, got neither", rebuild))
-    elif not found["mpi"]:
+    elif not answer["mpi"]:
         findings.append(
             warning(about, "built without MPI: mpirun and srun --mpi cannot start it", f"horovodrun --gloo, or {rebuild}")
         )
-    if gpus and not found["nccl"]:
+    if gpus and not answer["nccl"]:
         what = "built without NCCL: gradients are copied through the host's memory"
         findings.append(warning(about, what, f"HOROVOD_GPU_OPERATIONS=NCCL {rebuild}"))
     return findings or [ok(about, f"built with {', '.join(built)}")]
@@ -265,17 +266,17 @@ def versions() -> dict[str, str]:
         probes["Horovod"] = PythonProbe(OF_LIBRARY.format(path=library))
     if installed_version("mpi4py") is not None:
         probes["mpi4py"] = PythonProbe(OF_MPI4PY)
-    found = {"mpirun": "none"}
+    programs = {"mpirun": "none"}
     if shutil.which("mpirun"):
         _, said = output(["mpirun", "--version"])
-        found["mpirun"] = _words(said)
+        programs["mpirun"] = _words(said)
     for name, probe in probes.items():
         answer, error = probe.result()
-        found[name] = _words(answer["version"]) if answer else f"unusable: {error}"
-    return found
+        programs[name] = _words(answer["version"]) if answer else f"unusable: {error}"
+    return programs
 
 
-def check_mpi(found: dict[str, str], launcher: str | None) -> list[Finding]:
+def check_mpi(programs: dict[str, str], launcher: str | None) -> list[Finding]:
     """Whether everything uses the same MPI.
 
     Args:
@@ -286,14 +287,14 @@ def check_mpi(found: dict[str, str], launcher: str | None) -> list[Finding]:
     problem
     """
     findings = []
-    for name, what in found.items():
+    for name, what in programs.items():
         if what.startswith("unusable"):
             how = "python -m hvdtrain build-horovod --force" if name == "Horovod" else "pip install --force-reinstall mpi4py"
             findings.append(
                 problem("MPI", f"expected {name} to load its MPI library, got {what.removeprefix('unusable: ')}", how)
             )
-    usable = {name: what for name, what in found.items() if what != "none" and not what.startswith("unusable")}
-    if found["mpirun"] == "none" and launcher is None:
+    usable = {name: what for name, what in programs.items() if what != "none" and not what.startswith("unusable")}
+    if programs["mpirun"] == "none" and launcher is None:
         what = "mpirun is not in PATH: several ranks need it, or srun, torchrun, horovodrun"
         findings.append(warning("MPI", what, "apt-get install openmpi-bin, or load your cluster's module"))
     by_name = {name: what.rpartition(" ")[0] for name, what in usable.items()}
@@ -349,5 +350,5 @@ def _horovod_mpi_library() -> str | None:
 
 
 def _words(text: str) -> str:
-    found = implementation(text)
-    return " ".join(found) if found else f"unusable: {text.splitlines()[0] if text else 'no answer'}"
+    words = implementation(text)
+    return " ".join(words) if words else f"unusable: {text.splitlines()[0] if text else 'no answer'}"

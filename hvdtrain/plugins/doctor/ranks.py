@@ -70,9 +70,9 @@ def connect(settings: Settings | None, framework: str) -> Iterator[Communicator]
     comm.close()
 
 
-def gather_reports(comm: Communicator, own: RankReport) -> tuple[list[HostReport], list[Finding]]:
+def gather_reports(comm: Communicator, mine: RankReport) -> tuple[list[HostReport], list[Finding]]:
     """Collective. Every host's report, and the findings from comparing hosts and ranks."""
-    ranks = comm.gather(own, name="doctor.reports")
+    ranks = comm.gather(mine, name="doctor.reports")
     comm.gather(None, name="doctor.now")  # a barrier: all ranks leave it at about the same time
     clocks = comm.gather(time.time(), name="doctor.clocks")
     reports = []
@@ -81,7 +81,7 @@ def gather_reports(comm: Communicator, own: RankReport) -> tuple[list[HostReport
             rank.report.clock = clock
             reports.append(rank.report)
     findings = [*differences(reports), *check_clocks(reports), *check_networks(reports), *check_cores(ranks)]
-    return reports, [*findings, *check_connections(comm, own)]
+    return reports, [*findings, *check_connections(comm, mine)]
 
 
 def check_cores(ranks: Sequence[RankReport]) -> list[Finding]:
@@ -97,22 +97,22 @@ def check_cores(ranks: Sequence[RankReport]) -> list[Finding]:
     return findings
 
 
-def check_connections(comm: Communicator, own: RankReport) -> list[Finding]:
+def check_connections(comm: Communicator, mine: RankReport) -> list[Finding]:
     """Collective. Whether every host can connect to every other one on a free port, over the interface that NCCL picks."""
-    with socket.socket(socket.AF_INET6 if ":" in (own.report.address if own.report else "") else socket.AF_INET) as listener:
+    with socket.socket(socket.AF_INET6 if ":" in (mine.report.address if mine.report else "") else socket.AF_INET) as listener:
         place = None
-        if own.report is not None and own.report.address:
-            listener.bind((own.report.address.split()[1].split("/")[0], 0))
+        if mine.report is not None and mine.report.address:
+            listener.bind((mine.report.address.split()[1].split("/")[0], 0))
             listener.listen(comm.size)
-            place = (own.host, *listener.getsockname()[:2])
-        places = [other for other in comm.gather(place, name="doctor.places") if other is not None]
+            place = (mine.host, *listener.getsockname()[:2])
+        places = [address_there for address_there in comm.gather(place, name="doctor.places") if address_there is not None]
         failures = []
         if place is not None:
             for host, address, port in places:
-                if host != own.host:
+                if host != mine.host:
                     error = cannot_connect(address, port)
-                    failures += [f"{own.host} to {host} ({address}): {error}"] if error else []
-        all_failures = [failure for found in comm.gather(failures, name="doctor.connections") for failure in found]
+                    failures += [f"{mine.host} to {host} ({address}): {error}"] if error else []
+        all_failures = [failure for listed in comm.gather(failures, name="doctor.connections") for failure in listed]
     if all_failures:
         fix = "open the firewall between the hosts, or choose another interface with NCCL_SOCKET_IFNAME"
         return [problem("connections", failure, fix) for failure in all_failures]

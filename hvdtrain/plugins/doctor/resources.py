@@ -124,7 +124,7 @@ def _count(limit: int) -> str:
 TO_UNBIND = "mpirun --bind-to none -map-by slot; srun --cpu-bind=none, and -c for cores per rank"
 
 
-def check_cores(environ: Mapping[str, str], own: Sequence[int], host_cores: int, allowed: float | None) -> list[Finding]:
+def check_cores(environ: Mapping[str, str], cores: Sequence[int], host_cores: int, allowed: float | None) -> list[Finding]:
     """The cores of this process.
 
     Args:
@@ -136,18 +136,18 @@ def check_cores(environ: Mapping[str, str], own: Sequence[int], host_cores: int,
     ('warning', 'warning')
     """
     findings = []
-    if len(own) == 1 < host_cores:
-        text = f"bound to core {own[0]} of {host_cores}: all threads of a rank, also those that read data, share this core"
+    if len(cores) == 1 < host_cores:
+        text = f"bound to core {cores[0]} of {host_cores}: all threads of a rank, also those that read data, share this core"
         findings.append(warning("cores", text, TO_UNBIND))
-    if allowed is not None and allowed < len(own):
-        text = f"{len(own)} cores are visible, but the container's quota is {allowed:g}: too many threads are started"
+    if allowed is not None and allowed < len(cores):
+        text = f"{len(cores)} cores are visible, but the container's quota is {allowed:g}: too many threads are started"
         findings.append(warning("cores", text, f"export OMP_NUM_THREADS={max(1, int(allowed))}, or raise the container's quota"))
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads and not threads.split(",")[0].isdigit():
         findings.append(
             problem("OMP_NUM_THREADS", f"expected a number, got {threads!r}", "export OMP_NUM_THREADS=1, for example")
         )
-    return findings or [ok("cores", f"{len(own)} of {host_cores}" + (f", OMP_NUM_THREADS={threads}" if threads else ""))]
+    return findings or [ok("cores", f"{len(cores)} of {host_cores}" + (f", OMP_NUM_THREADS={threads}" if threads else ""))]
 
 
 def check_shared_cores(ranks: Sequence[tuple[str, Sequence[int]]], host_cores: int, threads: int | None) -> list[Finding]:

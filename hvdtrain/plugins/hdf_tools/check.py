@@ -94,16 +94,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = command_parser("check", "Report what HDF files contain, whether they are sound, and how fast they read.", EPILOG)
-    made.add_argument("files", metavar="FILE", nargs="+", type=Path)
-    made.add_argument("--all", action="store_true", help="check the values of all sequences instead of a sample")
-    made.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed (default 1); 0: do not measure")
-    made.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
-    made.add_argument("--json", action="store_true", help="print a list with a dict for every file, for scripts")
-    made.add_argument("--repack", metavar="OUT", type=Path, help="write the sequences of one FILE into a contiguous file")
-    made.add_argument("--compression", choices=COMPRESSIONS, help="compress the repacked file instead")
-    made.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    return made
+    parser = command_parser("check", "Report what HDF files contain, whether they are sound, and how fast they read.", EPILOG)
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path)
+    parser.add_argument("--all", action="store_true", help="check the values of all sequences instead of a sample")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure the speed (default 1); 0: do not measure")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
+    parser.add_argument("--json", action="store_true", help="print a list with a dict for every file, for scripts")
+    parser.add_argument("--repack", metavar="OUT", type=Path, help="write the sequences of one FILE into a contiguous file")
+    parser.add_argument("--compression", choices=COMPRESSIONS, help="compress the repacked file instead")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    return parser
 
 
 def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Report:
@@ -245,23 +245,23 @@ def gain_of_copy(dataset: Dataset, seconds: float) -> tuple[float, int]:
     spread = numpy.unique(numpy.linspace(0, count - 1, SAMPLE_SEQUENCES, dtype=numpy.int64))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "copy.hdf")
-        taken: list[int] = []
+        indices: list[int] = []
         copied = 0
         until = time.perf_counter() + 2 * seconds
         with HDFWriter(path) as writer:
             for index in numpy.random.default_rng(1).permutation(spread).tolist():
                 arrays = dataset.sequence(index)
                 writer.add(f"{index}", arrays)
-                taken.append(index)
+                indices.append(index)
                 copied += sum(values.nbytes for values in arrays.values())
                 if copied >= SAMPLE_BYTES or time.perf_counter() > until:
                     break
         copy = open_hdf([path])
-        for index in range(len(taken)):  # into memory, where the original is by now
+        for index in range(len(indices)):  # into memory, where the original is by now
             copy.sequence(index)
         before, after = [], []
         for _ in range(ROUNDS):
-            before.append(measure(dataset, seconds / ROUNDS / 2, numpy.array(taken))["sequences_per_second"])
+            before.append(measure(dataset, seconds / ROUNDS / 2, numpy.array(indices))["sequences_per_second"])
             after.append(measure(copy, seconds / ROUNDS / 2)["sequences_per_second"])
         copy.close()
-    return max(after) / max(before), len(taken)
+    return max(after) / max(before), len(indices)

@@ -83,20 +83,20 @@ def slow_parts(path: Path, lengths: Mapping[str, Array]) -> list[str]:
     Args:
         lengths: by data key, number of frames of every sequence.
     """
-    found: list[str] = []
+    remarks: list[str] = []
     for key, stored in storage(path).items():
         frames = lengths[key].mean() if key in lengths and len(lengths[key]) else 0.0
-        found += _slow_storage(stored, float(frames))
+        remarks += _slow_storage(stored, float(frames))
     with h5py.File(path, "r") as file:
         tags = h5py.check_string_dtype(file["seqTags"].dtype) if "seqTags" in file else None
         if tags is not None and tags.length is None:
-            found.append("/seqTags are strings of variable length, which take longer to read than strings of a fixed width")
+            remarks.append("/seqTags are strings of variable length, which take longer to read than strings of a fixed width")
         if "streams" in file:
-            found.append("one HDF5 dataset per sequence: opening the file and finding a sequence is slow")
+            remarks.append("one HDF5 dataset per sequence: opening the file and finding a sequence is slow")
         unread = sorted(set(file) - set(READ))
         if unread:
-            found.append(f"/{', /'.join(unread)}: not read by the trainer (--repack leaves it out)")
-    return found
+            remarks.append(f"/{', /'.join(unread)}: not read by the trainer (--repack leaves it out)")
+    return remarks
 
 
 def extremes(path: Path, key: str) -> tuple[int, int] | None:
@@ -111,14 +111,14 @@ def extremes(path: Path, key: str) -> tuple[int, int] | None:
             return None
         length = dataset.chunks[0] if dataset.chunks else 1
         step = max(1, BYTES_AT_ONCE // (length * dataset.dtype.itemsize)) * length
-        found: list[int] = []
+        ends: list[int] = []
         for start in range(0, len(dataset), step):
             try:
                 block = dataset[start : start + step]
             except OSError as error:
                 raise DataError(f"{path}: cannot read {dataset.name} from frame {start} on: {error}") from None
-            found += [int(block.min()), int(block.max())]
-        return min(found), max(found)
+            ends += [int(block.min()), int(block.max())]
+        return min(ends), max(ends)
 
 
 def _datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
@@ -205,10 +205,10 @@ def check_values(path: Path, dataset: Dataset, everything: bool) -> tuple[list[s
         return [str(error)], []
     problems: list[str] = []
     warnings: list[str] = []
-    for key, found in classes.items():
+    for key, limits in classes.items():
         dim = dataset.streams[key].dim
-        if found is not None and not 0 <= found[0] <= found[1] < dim:
-            message = f"{path}: expected classes from 0 to {dim - 1} for {key!r}, got {found[0]} to {found[1]}"
+        if limits is not None and not 0 <= limits[0] <= limits[1] < dim:
+            message = f"{path}: expected classes from 0 to {dim - 1} for {key!r}, got {limits[0]} to {limits[1]}"
             (warnings if dim == UNKNOWN_DIM else problems).append(message)
     for stored in storage(path).values():
         if stored.unwritten:

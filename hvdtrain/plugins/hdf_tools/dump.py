@@ -60,8 +60,8 @@ sense) gains from it; in one that can only be iterated over, each process skips 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options, more = parser().parse_known_args(given)
+    words, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options, more = parser().parse_known_args(words)
     if more:
         files = all(Path(word).exists() for word in [options.source, str(options.out), *more[:-1]])
         hint = f" (several files are written {options.source},{options.out})" if files else ""
@@ -96,8 +96,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = command_parser("dump", DESCRIPTION, EPILOG)
-    add = made.add_argument
+    parser = command_parser("dump", DESCRIPTION, EPILOG)
+    add = parser.add_argument
     add("source", metavar="SOURCE", help="a config, a dataset dict, HDF files, or 'module:name' of your code")
     add("out", metavar="OUT.hdf", type=Path, help="the file to write")
     add("--dataset", default="train", help="a config's dataset: train (the default), dev, eval or another key")
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     add("--compression", choices=COMPRESSIONS, help="smaller, but slower to read; zstd, lz4 and blosc2 need hdf5plugin")
     add("--cache-dir", type=Path, help="a folder on a local disk for copies of remote files (s3://..., https://...)")
     add("--overwrite", action="store_true", help="replace OUT.hdf if it exists")
-    return made
+    return parser
 
 
 @contextmanager

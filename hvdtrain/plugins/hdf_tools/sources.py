@@ -147,13 +147,13 @@ def open_source(spec: DatasetSpec, epoch: int, copies: Mapping[str, str] = NO_CO
         again = spec.repeatable(opened)
         opened = iterable_source(spec.name, again) if takes_epoch(again) else opened
     source = as_source(spec.name, opened, ItemForm(lambda number: f"{spec.name}, item {number}").sequence)
-    given = non_default(spec.order)
-    if refused := [name for name in ("seq_list_filter_file", "partition_epoch", "partition_by") if name in given]:
+    order = non_default(spec.order)
+    if refused := [name for name in ("seq_list_filter_file", "partition_epoch", "partition_by") if name in order]:
         raise DataError(
             f"{spec.name}: expected no {' and no '.join(refused)} for {source.name}, which is read from beginning to end, got it "
             "(convert it as it comes, then set the key for the HDF file)"
         )
-    remark = f"{spec.name}: written in the order in which {source.name} yields it, without {', '.join(given)}" if given else ""
+    remark = f"{spec.name}: written in the order in which {source.name} yields it, without {', '.join(order)}" if order else ""
     total = source.begin_epoch(epoch)
     return Source(total, source.read, source.labels, source.dims, remark)
 

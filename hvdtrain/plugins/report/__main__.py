@@ -63,15 +63,15 @@ def _write(folders: list[Path], out: Path, pictures: Path | None) -> list[Path]:
     from hvdtrain.plugins.report import page
     from hvdtrain.plugins.report.project import read_project
 
-    found = read_project(folders)
-    for problem in found.problems:
+    project = read_project(folders)
+    for problem in project.problems:
         print(f"warning: {problem}; the page omits the training", file=sys.stderr)
-    out.write_text(page.page(found.runs, found.title), encoding="utf-8")
+    out.write_text(page.page(project.runs, project.title), encoding="utf-8")
     if pictures is None:
         return [out]
     from hvdtrain.plugins.report.pictures import write_pictures
 
-    return [out, *write_pictures(pictures, [figure for chapter in page.chapters_of(found.runs) for figure in chapter.figures])]
+    return [out, *write_pictures(pictures, [figure for chapter in page.chapters_of(project.runs) for figure in chapter.figures])]
 
 
 if __name__ == "__main__":

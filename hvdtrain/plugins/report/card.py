@@ -138,18 +138,18 @@ def _metadata(name: str, labels: Labels, run: Run, scores: Mapping[str, float]) 
 
 def _by_dataset(scores: Mapping[str, float]) -> Iterator[tuple[str, dict[str, float]]]:
     """The scores of the evaluated datasets; those of training if there is no other."""
-    found: dict[str, dict[str, float]] = {}
+    by_dataset: dict[str, dict[str, float]] = {}
     for name, value in scores.items():
         dataset, _, score = name.partition("_loss_")
-        found.setdefault(dataset, {})[score] = value
-    evaluated = {dataset: values for dataset, values in found.items() if dataset != "train"}
-    yield from (evaluated or found).items()
+        by_dataset.setdefault(dataset, {})[score] = value
+    evaluated = {dataset: values for dataset, values in by_dataset.items() if dataset != "train"}
+    yield from (evaluated or by_dataset).items()
 
 
 def _class_of(run: Run, dataset: str) -> str:
     """The class of a dataset, as the config names it."""
-    given = run.setting(dataset) or (run.setting("eval_datasets") or {}).get(dataset)
-    return str(given["class"]) if isinstance(given, dict) and "class" in given else "custom"
+    value = run.setting(dataset) or (run.setting("eval_datasets") or {}).get(dataset)
+    return str(value["class"]) if isinstance(value, dict) and "class" in value else "custom"
 
 
 def _introduction(run: Run, start: Mapping[str, Any], epoch: int) -> str:
@@ -214,7 +214,7 @@ def _training(run: Run, start: Mapping[str, Any]) -> Iterator[str]:
     }
     yield "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items() if value)])
     for path, text in start.get("texts", {}).items():
-        fence = "`" * max(3, *(len(found) + 1 for found in re.findall(r"`+", text) or [""]))
+        fence = "`" * max(3, *(len(run_of_ticks) + 1 for run_of_ticks in re.findall(r"`+", text) or [""]))
         kind = "json" if path.endswith(".json") else "python"
         yield f"<details><summary>{Path(path).name}</summary>\n\n{fence}{kind}\n{text.rstrip()}\n{fence}\n\n</details>"
 

@@ -83,8 +83,8 @@ def concern(run: Run) -> str | None:
     last = run.epochs[-1] if run.epochs else {}
     if last.get("diverged"):
         return f"diverged: {short(run.measure or '')} {float(last['scores'].get(run.measure, nan)):.4g} in epoch {last['epoch']}"
-    found = [share_and_text for share_and_text in (_slow_rank(run), _data_wait(run), _lost_time(run)) if share_and_text]
-    share, text = max(found, default=(0.0, ""))
+    remarks = [share_and_text for share_and_text in (_slow_rank(run), _data_wait(run), _lost_time(run)) if share_and_text]
+    share, text = max(remarks, default=(0.0, ""))
     if share >= MIN_LOST or (text and not _stale(run)):
         return text
     return _stale(run)
@@ -92,14 +92,14 @@ def concern(run: Run) -> str | None:
 
 def _slow_rank(run: Run) -> tuple[float, str] | None:
     """The rank that held up the others most: the share of the time that it took longer, in a sentence."""
-    late = [(epoch, found) for epoch in run.epochs if (found := straggler(epoch.get("seconds") or [])) is not None]
+    late = [(epoch, slowest) for epoch in run.epochs if (slowest := straggler(epoch.get("seconds") or [])) is not None]
     if not late:
         return None
-    [(rank, number)] = Counter(found.rank for _, found in late).most_common(1)
-    of_rank = [found for _, found in late if found.rank == rank]
-    share = sum(found.late for found in of_rank) / max(1e-9, sum(map(seconds_of, run.epochs)))
+    [(rank, number)] = Counter(slowest.rank for _, slowest in late).most_common(1)
+    of_rank = [slowest for _, slowest in late if slowest.rank == rank]
+    share = sum(slowest.late for slowest in of_rank) / max(1e-9, sum(map(seconds_of, run.epochs)))
     epochs = f"{number} of {len(run.epochs)} epochs"
-    return share, f"rank {rank} slowed {epochs} by {fmean(found.share for found in of_rank):.0%}"
+    return share, f"rank {rank} slowed {epochs} by {fmean(slowest.share for slowest in of_rank):.0%}"
 
 
 def _data_wait(run: Run) -> tuple[float, str] | None:
@@ -172,46 +172,46 @@ def improvement(run: Run, name: str) -> tuple[float, int] | None:
 
 def tiles(run: Run) -> str:
     """The most important numbers of a training, in large type; first those that the first screen of a phone has room for."""
-    found = []
+    tiles = []
     best = run.best(run.measure) if run.measure else None
     if run.measure and best:
         change = improvement(run, run.measure)
         note = f"epoch {best[0]}" + (f", {signed(change[0])} against epoch {change[1]}" if change else "")
-        found.append(tile(f"best {short(run.measure)}", f"{best[1]:.4g}", note, "" if run.state.is_bad else "best"))
+        tiles.append(tile(f"best {short(run.measure)}", f"{best[1]:.4g}", note, "" if run.state.is_bad else "best"))
     wanted, done = wanted_epochs(run), run.epochs[-1]["epoch"] if run.epochs else 0
     share = min(1.0, epochs_done(run) / wanted) if wanted is not None else None
     left = seconds_left(run)
     bar = _bar(share) if share is not None else ""
     if left is not None:
         ends = time.strftime("%H:%M" if left < 72000 else "%a %H:%M", time.localtime(time.time() - run.state.silence + left))
-        found.append(tile("left", duration_text(left), f"ends {ends}; epoch {done + 1} of {wanted}", "", bar))
+        tiles.append(tile("left", duration_text(left), f"ends {ends}; epoch {done + 1} of {wanted}", "", bar))
     else:
-        found.append(tile("epochs", f"{done}", f"of {wanted}" if wanted is not None else "", "", bar))
+        tiles.append(tile("epochs", f"{done}", f"of {wanted}" if wanted is not None else "", "", bar))
     wrong = concern(run)
-    found.append(tile("to look at", wrong or "nothing found", "", "wrong" if wrong else "quiet"))
+    tiles.append(tile("to look at", wrong or "nothing found", "", "wrong" if wrong else "quiet"))
     goodput: Mapping[str, float] = (run.epochs[-1].get("goodput") or {}) if run.epochs else {}
     of_epochs = sum(seconds_of(epoch) for epoch in run.epochs)
     parts = [f"{of_epochs / len(run.epochs):.3g} s per epoch"] if run.epochs else []
     parts += [f"{len(run.starts)} starts"] if len(run.starts) > 1 else []
     whole = sum(value for name, value in goodput.items() if name not in ("share", "saves", "starts", "failures"))
-    found.append(tile("time", duration_text(whole or of_epochs), ", ".join(parts)))
+    tiles.append(tile("time", duration_text(whole or of_epochs), ", ".join(parts)))
     rate = next((rate for epoch in reversed(run.epochs) if (rate := sequences_per_second(epoch)) is not None), None)
     if rate is not None:
-        found.append(tile(f"speed on {num_ranks(run)} rank{'s' * (num_ranks(run) != 1)}", f"{rate:,.4g}", "sequences/s"))
+        tiles.append(tile(f"speed on {num_ranks(run)} rank{'s' * (num_ranks(run) != 1)}", f"{rate:,.4g}", "sequences/s"))
     computing = [epoch for epoch in run.epochs if finite(epoch.get("computing")) is not None]
     if computing:
         share = sum(epoch["computing"] * epoch["elapsed"] for epoch in computing) / sum(epoch["elapsed"] for epoch in computing)
-        found.append(tile("computing", f"{share:.1%}", "of the training time", "", _bar(share)))
+        tiles.append(tile("computing", f"{share:.1%}", "of the training time", "", _bar(share)))
     if (useful := goodput.get("share")) is not None:
-        found.append(tile("goodput", f"{useful:.1%}", "of the time, starts included", "", _bar(useful)))
+        tiles.append(tile("goodput", f"{useful:.1%}", "of the time, starts included", "", _bar(useful)))
     flops: Mapping[str, float] = (run.epochs[-1].get("flops") or {}) if run.epochs else {}
     if flops.keys() >= {"step", "peak", "share"}:
         note = f"of {flops['peak'] / 1e9:,.3g} GFLOP/s; {flops['step'] / 1e9:,.3g} GFLOP a step"
-        found.append(tile("of the measured peak", f"{flops['share']:.1%}", note, "", _bar(flops["share"])))
+        tiles.append(tile("of the measured peak", f"{flops['share']:.1%}", note, "", _bar(flops["share"])))
     size = run.starts[-1].get("num_parameters") if run.starts else None
     if isinstance(size, int):
-        found.append(tile("parameters", _count(size), ""))
-    return f"<div class=tiles>{''.join(found)}</div>"
+        tiles.append(tile("parameters", _count(size), ""))
+    return f"<div class=tiles>{''.join(tiles)}</div>"
 
 
 def tile(name: str, value: str, note: str, look: str = "", more: str = "") -> str:
@@ -247,7 +247,7 @@ def overview_of_several(runs: Sequence[Run]) -> str:
     """The same of several trainings: how many are in which state, the best one, those that run, and what is wrong."""
     counts = Counter[str](run.state.name for run in runs)
     order = ("running", "finished", "stopped", "ended", "failed", "lost")
-    found = [tile("trainings", str(len(runs)), ", ".join(f"{counts[name]} {name}" for name in order if counts[name]))]
+    tiles = [tile("trainings", str(len(runs)), ", ".join(f"{counts[name]} {name}" for name in order if counts[name]))]
     measure = next((run.measure for run in runs if run.measure), None)
     known = [(run, best) for run in runs if measure is not None and (best := run.best(measure)) is not None]
     if measure is not None and known:
@@ -257,18 +257,18 @@ def overview_of_several(runs: Sequence[Run]) -> str:
         base = usual.best(measure)
         change = f", {signed(best[1] - base[1])} against {usual.name}" if base is not None and run is not usual else ""
         note = f"{run.name}, epoch {best[0]}{change}"
-        found.insert(0, tile(f"best {short(measure)}", f"{best[1]:.4g}", note, "" if run.state.is_bad else "best"))
+        tiles.insert(0, tile(f"best {short(measure)}", f"{best[1]:.4g}", note, "" if run.state.is_bad else "best"))
     left = [(seconds, run) for run in runs if (seconds := seconds_left(run)) is not None]
     if left:
         seconds, run = max(left, key=lambda pair: pair[0])
-        found.append(tile("left", duration_text(seconds), f"until {run.name} ends"))
+        tiles.append(tile("left", duration_text(seconds), f"until {run.name} ends"))
     lines = [f"<li>{badge(run)} {escape(run.name)}: {escape(headline(run))}</li>" for run in runs if _is_early(run)]
     lines += [f"<li>{escape(run.name)}: {escape(text)}</li>" for run in runs if not run.state.is_bad and (text := concern(run))]
     first, rest = lines[:SHOWN], lines[SHOWN:]
     more = f"<details><summary>{len(rest)} more</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
     look = "failed" if any(run.state.is_bad for run in runs) else "stopped"
     wrong = f"<div class='band {look}'><ul>{''.join(first)}</ul>{more}</div>" if first else ""
-    return f"<div class=tiles>{''.join(found)}</div>{wrong}"
+    return f"<div class=tiles>{''.join(tiles)}</div>{wrong}"
 
 
 def baseline(runs: Sequence[Run]) -> int:

@@ -62,22 +62,22 @@ class Chapter:
 
 def chapters_of(runs: list[Run]) -> list[Chapter]:
     """The chapters with figures."""
-    found = [Chapter("scores", "Scores", plots.score_figures(runs))]
+    chapters = [Chapter("scores", "Scores", plots.score_figures(runs))]
     if len(runs) > 1:
-        found.append(Chapter("compared", "One by one", project.key_against_score(runs), project.small_multiples(runs)))
-    found.append(Chapter("speed", "Speed", plots.speed_figures(runs)))
+        chapters.append(Chapter("compared", "One by one", project.key_against_score(runs), project.small_multiples(runs)))
+    chapters.append(Chapter("speed", "Speed", plots.speed_figures(runs)))
     if len(runs) == 1:
-        found.append(Chapter("time", "Where the time went", plots.time_figures(runs[0]), run=runs[0]))
+        chapters.append(Chapter("time", "Where the time went", plots.time_figures(runs[0]), run=runs[0]))
     else:
-        found.append(Chapter("time", "Where the time went", plots.time_comparison(runs)))
+        chapters.append(Chapter("time", "Where the time went", plots.time_comparison(runs)))
         for number, run in enumerate(runs if len(runs) <= MANY_RUNS else []):
             figures = [replace(figure, name=f"{figure.name} of {run.name}") for figure in plots.time_figures(run)]
             title = f"Where the time of {run.name} went"
-            found.append(Chapter(f"time-{number}", title, figures, run=run, is_folded=len(runs) > plots.FEW_RUNS))
+            chapters.append(Chapter(f"time-{number}", title, figures, run=run, is_folded=len(runs) > plots.FEW_RUNS))
     if len(runs) > plots.FEW_RUNS:
         limit = max(100, MANY_POINTS // len(runs))
-        found = [replace(chapter, figures=[plots.thinned(figure, limit) for figure in chapter.figures]) for chapter in found]
-    return [chapter for chapter in found if chapter.figures or chapter.before]
+        chapters = [replace(each, figures=[plots.thinned(figure, limit) for figure in each.figures]) for each in chapters]
+    return [chapter for chapter in chapters if chapter.figures or chapter.before]
 
 
 def content(runs: list[Run], title: str = "") -> dict[str, Any]:
@@ -255,8 +255,8 @@ def _hosts(start: Mapping[str, Any]) -> str:
 
 def _straggler_list(run: Run) -> str:
     """A list of the epochs in which a rank held up the others."""
-    found = [(epoch["epoch"], straggler_line(epoch.get("seconds") or [])) for epoch in run.epochs]
-    lines = [f"<li>epoch {epoch}: {escape(late)}</li>" for epoch, late in found if late]
+    late_lines = [(epoch["epoch"], straggler_line(epoch.get("seconds") or [])) for epoch in run.epochs]
+    lines = [f"<li>epoch {epoch}: {escape(late)}</li>" for epoch, late in late_lines if late]
     if overview.num_ranks(run) < 2:
         return ""
     if not lines:
@@ -306,7 +306,7 @@ def _models(runs: list[Run]) -> str:
             continue
         rows = []
         for layer in run.summary["layers"]:
-            sizes = ", ".join(f"{one['name'].rpartition('.')[2]} {_shape(one['shape'])}" for one in layer["parameters"])
+            sizes = ", ".join(f"{each['name'].rpartition('.')[2]} {_shape(each['shape'])}" for each in layer["parameters"])
             trained = layer["num_trainable"] / layer["num_parameters"] if layer["num_parameters"] else None
             cells = [
                 f"<code>{escape(layer['name'] or 'model')}</code>",
@@ -346,9 +346,9 @@ def _settings(runs: list[Run]) -> str:
             title = "What changed between the starts" + (f" of {run.name}" if len(runs) > 1 else "")
             parts.append(_keys(title, changed, [start.get("time", "") for start in run.starts], earlier, is_open=True))
     names = _names(known)
-    given = [name for name in names if any(_origin(settings, name) not in ("", "default") for settings in known)]
+    names_set = [name for name in names if any(_origin(settings, name) not in ("", "default") for settings in known)]
     heads = [run.name for run in runs] if len(runs) > 1 else ["value"]
-    parts.append(_keys("Keys that were set", given, heads, known, is_open=len(runs) == 1))
+    parts.append(_keys("Keys that were set", names_set, heads, known, is_open=len(runs) == 1))
     parts.append(_keys("All keys in effect", names, heads, known))
     parts += _texts(runs)
     return _section("Config in effect", "\n".join(part for part in parts if part), "settings") if any(parts) else ""
@@ -398,7 +398,7 @@ def _texts(runs: list[Run]) -> Iterable[str]:
         texts: Mapping[str, str] = run.starts[-1].get("texts") or {} if run.starts else {}
         for path, text in texts.items():
             name = Path(path).name
-            before = next((other for place, other in first.items() if Path(place).name == name), None)
+            before = next((text for place, text in first.items() if Path(place).name == name), None)
             title = f"{name} of {run.name}" if len(runs) > 1 else name
             if number and before == text:
                 continue

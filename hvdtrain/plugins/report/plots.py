@@ -194,8 +194,8 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
         if dataset != "train" and run.evaluations:
             score = partial(_score_named, name)
             label_within = f"{label}, within epochs"
-            found = _step_curves(run, label_within, score, color, smooth=False, lines=run.evaluations)
-            yield from (replace(curve, run=number, part=part) for curve in found)
+            curves = _step_curves(run, label_within, score, color, smooth=False, lines=run.evaluations)
+            yield from (replace(curve, run=number, part=part) for curve in curves)
         if epochs:
             values = [finite(epoch["scores"][name]) for epoch in epochs]
             has_star = dataset != "train" and (runs == 1 or name == run.measure)
@@ -224,8 +224,8 @@ def _score_named(name: str, line: Mapping[str, Any]) -> Any:
 def _best_note(runs: list[Run], loss: str, datasets: Iterable[str]) -> str:
     """A sentence on the best epochs, for a single run."""
     best = {dataset: runs[0].best(f"{dataset}_loss_{loss}") for dataset in datasets if dataset != "train"}
-    found = [f"{dataset} {pair[1]:.4g} in epoch {pair[0]}" for dataset, pair in best.items() if pair]
-    return f"best: {', '.join(found)}" if found and len(runs) == 1 else ""
+    texts = [f"{dataset} {pair[1]:.4g} in epoch {pair[0]}" for dataset, pair in best.items() if pair]
+    return f"best: {', '.join(texts)}" if texts and len(runs) == 1 else ""
 
 
 def learning_rates(runs: list[Run]) -> Panel:
@@ -250,16 +250,16 @@ def speed_figures(runs: list[Run]) -> list[Figure]:
         _by_step(runs, key, lambda line, key=key: (line.get("frames_per_second") or {}).get(key), place=place)  # type: ignore[misc]
         for place, key in enumerate(keys)
     ]
-    found = [
+    figures = [
         Figure("speed", "Sequences per second", "of all ranks", [Panel("", per_second, "/s", from_zero=True)]),
         Figure("shares", "Share of the time", "of rank 0", [Panel("", sum(shares, []), "%", from_zero=True)]),
         Figure("frames", "Frames per second", "of all ranks", [Panel("", sum(frames, []), "/s", from_zero=True)]),
     ]
     norms = _by_step(runs, "", "gradient_norm")
-    found.append(Figure("gradient norm", "Gradient norm", panels=[Panel("", norms, from_zero=True)]))
+    figures.append(Figure("gradient norm", "Gradient norm", panels=[Panel("", norms, from_zero=True)]))
     memory = _by_step(runs, "", "memory")
-    found.append(Figure("memory", "Memory", "of rank 0", [Panel("", memory, "B", from_zero=True)]))
-    return [figure for figure in found if any(value is not None for curve in figure.panels[0].curves for value in curve.y)]
+    figures.append(Figure("memory", "Memory", "of rank 0", [Panel("", memory, "B", from_zero=True)]))
+    return [figure for figure in figures if any(value is not None for curve in figure.panels[0].curves for value in curve.y)]
 
 
 def _by_step(
@@ -303,34 +303,34 @@ def time_figures(run: Run) -> list[Figure]:
     if any(before):
         by_epoch.append((BEFORE, len(names), before))
     mean = "mean over the ranks" if ranks > 1 else ""
-    found = [Figure("time", "Each epoch's time", mean, bars=Bars([epoch["epoch"] for epoch in epochs], by_epoch, "epoch"))]
+    figures = [Figure("time", "Each epoch's time", mean, bars=Bars([epoch["epoch"] for epoch in epochs], by_epoch, "epoch"))]
     if ranks > 1:
-        own = [[own_seconds(epoch["seconds"][rank]) for epoch in epochs] for rank in range(ranks)]
-        usual = [median(column) for column in zip(*own, strict=True)]
+        seconds = [[own_seconds(epoch["seconds"][rank]) for epoch in epochs] for rank in range(ranks)]
+        usual = [median(column) for column in zip(*seconds, strict=True)]
         shown = list(range(ranks))
         if ranks > MOST_RANKS:
-            shown = sorted(sorted(shown, key=lambda rank: -sum(own[rank]))[:MOST_RANKS])
+            shown = sorted(sorted(shown, key=lambda rank: -sum(seconds[rank]))[:MOST_RANKS])
         of_many = f"; the {len(shown)} slowest of {ranks} ranks" if len(shown) < ranks else ""
         rows = [
             (name, _color(names, name), [_mean(epoch["seconds"][rank].get(name, 0.0) for epoch in epochs) for rank in shown])
             for name in names
         ]
         bars = Bars([f"rank {rank}" for rank in shown], rows, "", horizontal=True)
-        found.append(Figure("ranks", "Each rank's time", f"mean over the epochs{of_many}", bars=bars))
+        figures.append(Figure("ranks", "Each rank's time", f"mean over the epochs{of_many}", bars=bars))
         late = [
-            [value / middle - 1 if middle else None for value, middle in zip(own[rank], usual, strict=True)] for rank in shown
+            [value / middle - 1 if middle else None for value, middle in zip(seconds[rank], usual, strict=True)] for rank in shown
         ]
-        rounded: list[Values] = [[round(value, 3) for value in own[rank]] for rank in shown]
+        rounded: list[Values] = [[round(value, 3) for value in seconds[rank]] for rank in shown]
         heat = Heat([epoch["epoch"] for epoch in epochs], shown, late, rounded)
         about = f"own work (computing and waiting for data) against the median rank{of_many}"
-        found.append(Figure("stragglers", "Slow ranks", about, heat=heat))
+        figures.append(Figure("stragglers", "Slow ranks", about, heat=heat))
     padded = [epoch for epoch in run.epochs if epoch.get("padding")]
     keys = dict.fromkeys(key for epoch in padded for key in epoch["padding"])
     curves = [
         Curve(key, middles(run, padded), [finite(epoch["padding"].get(key)) for epoch in padded], number, part=key)
         for number, key in enumerate(keys)
     ]
-    return found + (
+    return figures + (
         [Figure("padding", "Padding", "share of the frames", [Panel("", curves, "%", from_zero=True)])] if curves else []
     )
 
@@ -361,8 +361,8 @@ def _color(names: Sequence[str], name: str) -> int:
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
+    known = list(values)
+    return sum(known) / len(known) if known else 0.0
 
 
 def split(name: str) -> tuple[str, str]:
@@ -456,22 +456,22 @@ def _step_curves(
         steps, seconds = ends[bisect_left(before, line["epoch"]) - 1][1]
         passed = seconds + (finite(line.get("elapsed")) or 0.0)
         place = (line["epoch"] - 1 + float(line["progress"]), steps + int(line["step"]), passed)
-        if (found := finite(number)) is not None:
+        if (score := finite(number)) is not None:
             places.append(place)
-            values.append(found)
+            values.append(score)
         else:
             missing.append({**dict(zip(("epoch", "step", "seconds"), place, strict=True)), "text": str(number)})
 
     def curve(numbers: Sequence[float], label: str, look: str) -> Curve:
-        kept = decimate(numbers)
-        at = [places[number] for number in kept]
+        drawn = decimate(numbers)
+        at = [places[number] for number in drawn]
         x: dict[str, Values] = {
             "epoch": [round(epoch, 4) for epoch, _, _ in at],
             "step": [step for _, step, _ in at],
             "seconds": [round(seconds, 2) for _, _, seconds in at],
         }
         shown = missing[:MAX_MISSING] if look != "faint" else []
-        return Curve(label, x, [float(f"{numbers[number]:.6g}") for number in kept], color, dash, look, missing=shown)
+        return Curve(label, x, [float(f"{numbers[number]:.6g}") for number in drawn], color, dash, look, missing=shown)
 
     if smooth and len(values) >= MIN_TO_SMOOTH:
         yield curve(values, "", "faint")
@@ -493,9 +493,9 @@ def thinned(figure: Figure, limit: int) -> Figure:
     def thin(curve: Curve) -> Curve:
         if curve.look == "line" or len(curve.y) <= limit:
             return curve
-        kept = decimate([0.0 if value is None else value for value in curve.y], limit)
-        x = {name: [values[number] for number in kept] for name, values in curve.x.items()}
-        return replace(curve, x=x, y=[curve.y[number] for number in kept])
+        drawn = decimate([0.0 if value is None else value for value in curve.y], limit)
+        x = {name: [values[number] for number in drawn] for name, values in curve.x.items()}
+        return replace(curve, x=x, y=[curve.y[number] for number in drawn])
 
     panels = [replace(panel, curves=[thin(curve) for curve in panel.curves if curve.look != "faint"]) for panel in figure.panels]
     return replace(figure, panels=panels)
@@ -523,8 +523,8 @@ def decimate(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
     """
     if len(values) <= limit:
         return list(range(len(values)))
-    kept, array = {0, len(values) - 1}, numpy.asarray(values)
+    drawn, array = {0, len(values) - 1}, numpy.asarray(values)
     for interval in numpy.array_split(numpy.arange(len(values)), limit // 2 - 1):
         part = array[interval]
-        kept |= {int(interval[part.argmin()]), int(interval[part.argmax()])}
-    return sorted(kept)
+        drawn |= {int(interval[part.argmin()]), int(interval[part.argmax()])}
+    return sorted(drawn)

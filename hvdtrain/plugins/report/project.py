@@ -37,11 +37,11 @@ def find_trainings(folder: Path) -> list[Path]:
     """The folders of trainings: this one, or else those below it, in natural order. Links are not followed."""
     if is_training(folder):
         return [folder, *filter(is_training, records_below(folder))]
-    found = []
+    trainings = []
     for place, folders, _ in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED]
-        found += [Path(place)] if is_training(Path(place)) else []
-    return sorted(found, key=lambda path: _natural(str(path)))
+        trainings += [Path(place)] if is_training(Path(place)) else []
+    return sorted(trainings, key=lambda path: _natural(str(path)))
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ def runs_table(runs: Sequence[Run], dots: Sequence[str]) -> str:
         cells = [_cell(f"{label} {base}", run.name), _cell(badge(run), state_text(run))]
         of_scores = []
         for name in names:
-            found = best[name][number]
-            text = f"{found[1]:.4g} <small class=note>epoch {found[0]}</small> <small class=delta></small>" if found else ""
-            is_best = found is not None and found[1] == of_all[name] and not run.state.is_bad
-            of_scores.append(_cell(f"<b class=good>{text}</b>" if is_best else text, found[1] if found else None))
+            pair = best[name][number]
+            text = f"{pair[1]:.4g} <small class=note>epoch {pair[0]}</small> <small class=delta></small>" if pair else ""
+            is_best = pair is not None and pair[1] == of_all[name] and not run.state.is_bad
+            of_scores.append(_cell(f"<b class=good>{text}</b>" if is_best else text, pair[1] if pair else None))
         cells += of_scores[:1] + ([_cell(_sparkline(run, names[0]), None)] if names else []) + of_scores[1:]
         seconds = sum(plots.seconds_of(epoch) for epoch in run.epochs)
         rate = plots.sequences_per_second(run.epochs[-1]) if run.epochs else None

@@ -46,8 +46,8 @@ class LivePage:
 
     def page(self) -> bytes:
         """The page. Raises: DataError, if a file is malformed."""
-        found = read_project(self._folders, running=True)
-        return page.page(found.runs, found.title, live=True).encode()
+        project = read_project(self._folders, running=True)
+        return page.page(project.runs, project.title, live=True).encode()
 
     def newer_than(self, version: str) -> bytes | None:
         """The content as JSON; None if `version` is still current. Raises: DataError, if a file is malformed."""
@@ -58,8 +58,8 @@ class LivePage:
             now: list[tuple[int, int] | int | None] = [period]
             now += [_file_state(folder / name) for folder in self._trainings for name in FILES]
             if now != self._seen:
-                found = read_project(self._folders, running=True)
-                content = page.content(found.runs, found.title)
+                project = read_project(self._folders, running=True)
+                content = page.content(project.runs, project.title)
                 self._version, self._json = content["version"], json.dumps(content, allow_nan=False).encode()
                 self._seen = now
             return None if self._version == version else self._json

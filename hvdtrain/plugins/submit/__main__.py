@@ -66,13 +66,13 @@ STARTUP_SECONDS = 180
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
-    given, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    words, overrides_given = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(words)
     try:
         configs, overrides = parse_command_line([*options.configs, *overrides_given])
         settings = read_settings(configs, overrides)
         runs = expand_sweep(options.sweep, configs, overrides, settings)
-        job = build_job(options, settings, overrides_given, [*given, *overrides_given], runs)
+        job = build_job(options, settings, overrides_given, [*words, *overrides_given], runs)
     except HvdtrainError as error:
         print(error, file=sys.stderr)
         return 2
@@ -115,7 +115,7 @@ def build_job(
     options: argparse.Namespace,
     settings: Settings,
     overrides: list[str],
-    given: list[str],
+    words: list[str],
     runs: tuple[tuple[str, ...], ...] = (),
 ) -> Job:
     """The job for these options and this config. Raises: ConfigError, with all problems."""
@@ -143,7 +143,7 @@ def build_job(
         arguments=(*configs, *overrides),
         python=options.python or ("python" if scheduler.in_container else sys.executable),
         folder=f"./{folder}" if folder.startswith("-") else folder,
-        written_by=f"python -m hvdtrain submit {shlex.join(given)}",
+        written_by=f"python -m hvdtrain submit {shlex.join(words)}",
         cpus_per_task=options.cpus_per_task or scheduler.cores,
         memory=memory,
         seconds=seconds,
@@ -227,7 +227,7 @@ def job_problems(job: Job) -> list[Problem]:
             "(torch_distributed runs under mpirun, too: --launcher mpirun)",
         )
     if job.runs and scheduler.array_index is None:
-        names = ", ".join(name for name, other in SCHEDULERS.items() if other.array_index is not None)
+        names = ", ".join(name for name, scheduler in SCHEDULERS.items() if scheduler.array_index is not None)
         problems += problem(
             "conflict",
             f"--sweep: expected a scheduler with job arrays ({names}), got {scheduler.name} (a loop over hvdtrain.train in "

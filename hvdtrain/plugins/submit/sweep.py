@@ -32,7 +32,7 @@ def split_values(text: str) -> list[str]:
     return values
 
 
-def parse_sweep(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[Problem]]:
+def parse_sweep(texts: Sequence[str], overrides: Mapping[str, str]) -> tuple[list[dict[str, str]], list[Problem]]:
     """The runs of a sweep as dicts of values by key, and problems.
 
     Args:
@@ -44,7 +44,7 @@ def parse_sweep(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[lis
     """
     by_key: dict[str, list[str]] = {}
     problems = []
-    for text in given:
+    for text in texts:
         key, assigned, listed = text.removeprefix("++").partition("=")
         values = split_values(listed)
         if not assigned or not re.fullmatch(r"[A-Za-z_][\w.]*", key) or not all(value.strip() for value in values):
@@ -54,8 +54,8 @@ def parse_sweep(given: Sequence[str], overrides: Mapping[str, str]) -> tuple[lis
                 "unknown-key", f"--sweep: expected a key that training reads, got {key} (each run gets a separate model folder)"
             )
         elif key in by_key or key in overrides:
-            other = "--sweep" if key in by_key else f"++{key}"
-            problems += problem("duplicate", f"--sweep: expected each key once, got {key} in {other} as well")
+            spelling = "--sweep" if key in by_key else f"++{key}"
+            problems += problem("duplicate", f"--sweep: expected each key once, got {key} in {spelling} as well")
         elif len(set(values)) < len(values):
             problems += problem("duplicate", f"--sweep: expected different values, got {text!r}")
         else:

@@ -77,7 +77,7 @@ def sound(rate: int | None = None, channels: int | None = None) -> Convert:
             if problem := damage(io.BytesIO(encoded), len(encoded)):
                 raise DataError(f"{where}: expected a whole sound file, got {problem}")
             with soundfile.SoundFile(io.BytesIO(encoded)) as file:
-                found, says_frames = file.samplerate, file.frames
+                rate, says_frames = file.samplerate, file.frames
                 samples = file.read(-1 if file.seekable() else says_frames, dtype="float32", always_2d=True)  # GSM cannot seek
             if len(samples) < says_frames and not is_length_guessed(io.BytesIO(encoded)):
                 raise DataError(
@@ -89,10 +89,10 @@ def sound(rate: int | None = None, channels: int | None = None) -> Convert:
             raise DataError(
                 f"{where}: expected sound with as many channels as its Audio says, {channels}, got {samples.shape[1]}"
             )
-        rates.append(found)
-        if found != rates[0] or says not in (None, found):
-            expected = rates[0] if found != rates[0] else says
-            raise DataError(f"{where}: expected {expected} samples per second, got {found}")
+        rates.append(rate)
+        if rate != rates[0] or says not in (None, rate):
+            expected = rates[0] if rate != rates[0] else says
+            raise DataError(f"{where}: expected {expected} samples per second, got {rate}")
         del rates[1:]
         return samples  # type: ignore[no-any-return]  # soundfile has no types
 

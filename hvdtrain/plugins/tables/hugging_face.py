@@ -65,9 +65,9 @@ class HuggingFaceDataset(RowShards):
                 raise DataError(f"vocabulary: expected data keys ({', '.join(columns)}), got {key!r} in {folder}")
         self.texts = text_conversions(vocabulary or {}, units)
         self.columns = columns
-        found = {key: _conversion(folder, rows.features[name], name, self.texts.get(key)) for key, name in columns.items()}
-        self.convert = {key: convert for key, (convert, _) in found.items()}
-        self.labels = {key: labels for key, (_, labels) in found.items() if labels}
+        conversions = {key: _conversion(folder, rows.features[name], name, self.texts.get(key)) for key, name in columns.items()}
+        self.convert = {key: convert for key, (convert, _) in conversions.items()}
+        self.labels = {key: labels for key, (_, labels) in conversions.items() if labels}
         # In Arrow's form: the package's conversion to numpy makes numbers of missing values, and float32 of float64.
         table = rows.data.table.select(sorted({*columns.values(), *([tag] if tag is not None else [])}))
         self.rows = Rows([_Batches(folder, table)], table.column_names)
@@ -102,14 +102,14 @@ def _load(folder: str, part: str | None) -> tuple[Any, list[str]]:
     """The dataset in a folder, or one of several, and its files. Raises: DataError."""
     datasets = import_package("datasets", "HuggingFaceDataset")
     try:
-        found = datasets.load_from_disk(folder)
+        loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, LookupError) as error:  # the last of a dataset without rows
         raise DataError(f"{folder}: expected a folder that save_to_disk of the package datasets wrote, got: {error}") from None
-    parts = list(found) if isinstance(found, datasets.DatasetDict) else None
+    parts = list(loaded) if isinstance(loaded, datasets.DatasetDict) else None
     if (part is None) != (parts is None) or (parts is not None and part not in parts):
         expected = f"one of {', '.join(parts)}" if parts is not None else "none, as the folder holds one dataset"
         raise DataError(f"part: expected {expected}, got {part!r} in {folder}")
-    rows = found if parts is None else found[part]
+    rows = loaded if parts is None else loaded[part]
     files = [each["filename"] for each in rows.cache_files]
     if rows._indices is not None:  # as early versions of the package wrote
         rows = rows.flatten_indices(keep_in_memory=True)

@@ -56,7 +56,7 @@ class ShardDatasetKeys(FileDatasetKeys):
         ]
 
     def data_files(self) -> tuple[str, ...]:
-        return tuple(name for given in self._given_files() for name in expand_ranges(given))
+        return tuple(name for pattern in self._given_files() for name in expand_ranges(pattern))
 
     def _given_files(self) -> tuple[str, ...]:
         return (self.files,) if isinstance(self.files, str) else tuple(self.files)

@@ -420,7 +420,7 @@ def _features(files: Sequence[RowFile], columns: Mapping[str, str]) -> dict[str,
     Raises:
         DataError: of a file, it is something else: class 0 of one may be class 1 of another.
     """
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {}
     for file in files:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # of other programs
             features = json.loads((file.schema.metadata or {})[b"huggingface"])["info"]["features"]
@@ -428,10 +428,10 @@ def _features(files: Sequence[RowFile], columns: Mapping[str, str]) -> dict[str,
                 feature = features.get(name, {})
                 feature = feature.get("feature", feature)
                 kind = {about: feature.get(about) for about in ("names", "sampling_rate", "num_channels")}
-                first, expected = found.setdefault(key, (file.path, kind))
+                first, expected = kinds.setdefault(key, (file.path, kind))
                 if kind != expected:
                     raise DataError(f"{file.path}: expected {expected} in column {name!r}, as in {first}, got {kind}")
-    return {key: kind for key, (_, kind) in found.items()}
+    return {key: kind for key, (_, kind) in kinds.items()}
 
 
 def _plain(values: Any) -> Any:
@@ -504,10 +504,10 @@ def _starts(values: Any) -> Array:
 
 def _numbers(values: Any) -> Array:
     """The numbers of an array; 0 where one is missing, as numpy has no missing ones."""
-    found: Array = (values.fill_null(False if values.type == "bool" else 0) if values.null_count else values).to_numpy(
+    numbers: Array = (values.fill_null(False if values.type == "bool" else 0) if values.null_count else values).to_numpy(
         zero_copy_only=False
     )
-    return found
+    return numbers
 
 
 def _missing(values: Any, starts: Array | None = None) -> dict[int, str]:
@@ -525,5 +525,5 @@ def _missing(values: Any, starts: Array | None = None) -> dict[int, str]:
 
 def _rows(starts: Array, chosen: Array) -> list[int]:
     """The rows with some of the chosen values."""
-    found: list[int] = numpy.unique(numpy.searchsorted(starts, numpy.flatnonzero(chosen), side="right") - 1).tolist()
-    return found
+    groups: list[int] = numpy.unique(numpy.searchsorted(starts, numpy.flatnonzero(chosen), side="right") - 1).tolist()
+    return groups

@@ -114,11 +114,11 @@ class TarShards(Shards):
         self._convert = {key: _conversion(kind, self.texts.get(key)) for key, kind in kinds.items()}
         self._decode = dict(keys.decode)
         read = {key: (suffix, kinds.get(key, "")) for key, suffix in self._entries.items()}
-        found: dict[str, TarIndex] = {}
+        indices: dict[str, TarIndex] = {}
         first = scanning.rank * len(paths) // scanning.size  # so that each rank begins with other archives
         for path in (*paths[first:], *paths[:first]):
-            found[path] = _stored_index(path, list(read.values()), scanning)
-        self._indices = [found[path] for path in paths]
+            indices[path] = _stored_index(path, list(read.values()), scanning)
+        self._indices = [indices[path] for path in paths]
         self._archives = [_Archive(path) for path in paths]
         self._handles = Handles()
         super().__init__(paths, [len(index.tags) for index in self._indices], [index.tags for index in self._indices])
@@ -285,10 +285,10 @@ def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
     """The samples of an archive, each with the places of its files by suffix. Raises: DataError."""
     current, files = "", dict[str, tuple[int, int]]()
     for name, start, size in _files(path):
-        found = NAME.fullmatch(name)
-        if found is None or IGNORED.fullmatch(name):
+        match = NAME.fullmatch(name)
+        if match is None or IGNORED.fullmatch(name):
             continue
-        sample, suffix = found.group(1), found.group(2).lower()
+        sample, suffix = match.group(1), match.group(2).lower()
         if sample != current:
             if files:
                 yield current, files

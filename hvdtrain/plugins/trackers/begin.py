@@ -77,7 +77,7 @@ def _open_services(settings: Settings, keys: TrackerKeys, session: Session, star
     status: Status = "failed"
     try:  # from here on, as those that have begun end in any case
         for number, service in enumerate(services):
-            is_first = number == [other.label for other in services].index(service.label)
+            is_first = number == [candidate.label for candidate in services].index(service.label)
             label = service.label if is_first else f"{service.label} ({number})"
             config = config_values(start.settings)
             run = RunDescription(name, folder, known.get(label), progress.step, config, git, start)

@@ -48,10 +48,10 @@ class TrackerKeys(Section):
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        found = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES.entries, passed_over=(TENSORBOARD,))[1]
+        problems = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES.entries, passed_over=(TENSORBOARD,))[1]
         if self.tensorboard_histograms and not self.writes_tensorboard:
-            found += problem("missing", "tensorboard_histograms: expected use_tensorboard = True as well, got False")
-        return found
+            problems += problem("missing", "tensorboard_histograms: expected use_tensorboard = True as well, got False")
+        return problems
 
     def require_packages(self) -> None:
         if self.writes_tensorboard:

@@ -87,8 +87,8 @@ class MetricsFile(Tracker):
         samples["updated_timestamp_seconds"] = [(self._labels, time.time())]
         for name, value in self._numbers.items():
             metric, labels = _split(name)
-            own = "".join(f',{label}="{_escaped(text)}"' for label, text in labels.items())
-            samples.setdefault(metric, []).append((f"{self._labels[:-1]}{own}}}", value))
+            more_labels = "".join(f',{label}="{_escaped(text)}"' for label, text in labels.items())
+            samples.setdefault(metric, []).append((f"{self._labels[:-1]}{more_labels}}}", value))
         for metric, values in samples.items():
             if metric in MEANINGS:
                 yield f"# HELP hvdtrain_{metric} {MEANINGS[metric]}\n"

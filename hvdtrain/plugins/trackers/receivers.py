@@ -277,8 +277,8 @@ class TensorBoard:
             numbers |= {f"time of rank {rank}/{name}": value for name, value in seconds.items()}
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
         for name, array in self._parameters() if self._parameters is not None else ():
-            if (found := histogram(array)) is not None:
-                values.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**found)))
+            if (counts := histogram(array)) is not None:
+                values.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**counts)))
         self._write(report.global_step, values)
 
     def step(self, record: StepRecord) -> None:

@@ -219,8 +219,8 @@ class MLflow:
     def _new(self, run: RunDescription) -> str:
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
-        given: Any = MLFLOW_EXPERIMENT_NAME
-        name = self._experiment_name or given.get() or "hvdtrain"
+        variable: Any = MLFLOW_EXPERIMENT_NAME
+        name = self._experiment_name or variable.get() or "hvdtrain"
         experiment = self._client.get_experiment_by_name(name)
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         tags = {"mlflow.source.name": run.start.command, **self._tags}

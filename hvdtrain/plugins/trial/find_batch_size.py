@@ -44,8 +44,8 @@ def find_batch_size(settings: Settings) -> None:
         search = Search(session, feed, epoch, settings.batch)
         with silence(), _limited_memory(session):
             search.train_once(settings)
-            found = search.run()
-        for line in found:
+            lines = search.run()
+        for line in lines:
             log.result(line)
 
 
@@ -61,12 +61,12 @@ class Limit:
     """
 
     name: str
-    given: int | Mapping[str, int]
+    value: int | Mapping[str, int]
     key: str
     ranks: int
 
     @classmethod
-    def of(cls, name: str, given: int | Mapping[str, int], keys: BatchKeys, size: int) -> Limit:
+    def of(cls, name: str, value: int | Mapping[str, int], keys: BatchKeys, size: int) -> Limit:
         """The limit with the key that sets it in training.
 
         >>> Limit.of("max_seqs", 4, BatchKeys(max_seqs_total=8), 2).text(5)
@@ -76,20 +76,20 @@ class Limit:
         """
         spellings = {f"{name}_train": 1, f"{name}_total": size}
         return next(
-            (cls(name, given, key, ranks) for key, ranks in spellings.items() if getattr(keys, key, None) is not None),
-            cls(name, given, name, 1),
+            (cls(name, value, key, ranks) for key, ranks in spellings.items() if getattr(keys, key, None) is not None),
+            cls(name, value, name, 1),
         )
 
     @property
     def number(self) -> int:
         """The value that the search changes: of several, the first one."""
-        return self.given if isinstance(self.given, int) else next(iter(self.given.values()))
+        return self.value if isinstance(self.value, int) else next(iter(self.value.values()))
 
     def at(self, number: int) -> Any:
         """The key's value in a trial: limits by data key keep their ratios."""
-        if isinstance(self.given, int):
+        if isinstance(self.value, int):
             return number
-        return {name: max(1, round(size * number / self.number)) for name, size in self.given.items()}
+        return {name: max(1, round(size * number / self.number)) for name, size in self.value.items()}
 
     def text(self, number: int) -> str:
         """The value of its key in a trial."""
@@ -107,8 +107,8 @@ class Search:
         self._feed = feed
         self._epoch = epoch
         limits = feed.batch_keys.limits(epoch)
-        given = {name: getattr(limits, name) for name in ("batch_size", "packed_batch_size", "max_seqs")}
-        [(name, value), *_] = [(name, value) for name, value in given.items() if value is not None]
+        limits_by_key = {name: getattr(limits, name) for name in ("batch_size", "packed_batch_size", "max_seqs")}
+        [(name, value), *_] = [(name, value) for name, value in limits_by_key.items() if value is not None]
         self._limit = Limit.of(name, value, keys, session.comm.size)
 
     def train_once(self, settings: Settings) -> None:
@@ -154,8 +154,8 @@ class Search:
             return max(1, int(costs.max()) + 1)
         named = (
             lengths
-            if isinstance(self._limit.given, int)
-            else {name: lengths[name] for name in self._limit.given if name in lengths}
+            if isinstance(self._limit.value, int)
+            else {name: lengths[name] for name in self._limit.value if name in lengths}
         )
         return max(1, *(int(column.max()) for column in named.values()))
 

@@ -84,9 +84,9 @@ class RampLog(StepLog):
 
     def step(self, report: StepReport) -> None:
         if len(self.scores) < self._ramp.steps and self.ended_by is None:
-            taken = report.meter.take_scores()
-            self.scores.append(taken)
-            self._watch(loss_of(taken))
+            scores = report.meter.take_scores()
+            self.scores.append(scores)
+            self._watch(loss_of(scores))
 
     def on_step_end(self, training: Training) -> None:
         if self.ended_by is not None:
@@ -126,8 +126,8 @@ def find_learning_rate(settings: Settings) -> None:
         rounds = limits.steps_per_update(epoch, float(epoch - 1), first)
         ramp = Ramp(lowest, highest, int(updates) * rounds)
         log.info(f"learning rates from {lowest:g} to {highest:g} in {int(updates)} updates; no model is saved")
-        own = run_ramp(settings, session, ramp, first, limits)
-        gathered = session.comm.gather(own, name="ramp")
+        mine = run_ramp(settings, session, ramp, first, limits)
+        gathered = session.comm.gather(mine, name="ramp")
         points = merge(ramp, gathered, rounds)
         folder = settings.records
         on_rank_zero(session.comm, lambda: report(points, folder, updates=int(updates)), name="ramp_report")
@@ -178,8 +178,8 @@ def smooth(points: Sequence[Point]) -> list[float]:
     result = []
     for number in range(finite):
         window = range(max(0, number - int(3 * width)), min(finite, number + int(3 * width) + 1))
-        weights = [exp(-0.5 * ((other - number) / width) ** 2) for other in window]
-        result.append(sum(weight * points[other].loss for weight, other in zip(weights, window, strict=True)) / sum(weights))
+        weights = [exp(-0.5 * ((near - number) / width) ** 2) for near in window]
+        result.append(sum(weight * points[near].loss for weight, near in zip(weights, window, strict=True)) / sum(weights))
     return result
 
 
@@ -207,27 +207,27 @@ def report(points: Sequence[Point], folder: Path, updates: int) -> None:
     losses = smooth(points)
     for line in chart(points, losses):
         log.result(line)
-    found = suggest(points, losses)
+    suggestion = suggest(points, losses)
     folder.mkdir(parents=True, exist_ok=True)
     data = {
-        "points": [{"rate": one.rate, "loss": one.loss if isfinite(one.loss) else None} for one in points],
+        "points": [{"rate": point.rate, "loss": point.loss if isfinite(point.loss) else None} for point in points],
         "smoothed": losses,
-        "suggestion": None if found is None else asdict(found),
+        "suggestion": None if suggestion is None else asdict(suggestion),
     }
     file = folder / "find_learning_rate.json"
     file.write_text(json.dumps(data) + "\n")
-    files = [file, *draw(points, losses, found, folder / "find_learning_rate.png")]
+    files = [file, *draw(points, losses, suggestion, folder / "find_learning_rate.png")]
     if len(points) < updates:
         log.result(f"find_learning_rate: ended after {len(points)} of {updates} updates, as the loss explodes there")
-    if found is None:
+    if suggestion is None:
         log.result(
             "find_learning_rate: no rate is suggested, as the loss does not fall at any (other rates: ++learning_rate_ramp "
             "'[1e-8, 0.1, 200]', which are the lowest one, the highest one and the number of updates)"
         )
     else:
         log.result(
-            f"find_learning_rate: learning_rate = {found.rate:g} (the loss falls fastest at {found.steepest:.1e} and is lowest "
-            f"at {found.lowest:.1e})"
+            f"find_learning_rate: learning_rate = {suggestion.rate:g} (the loss falls fastest at {suggestion.steepest:.1e} and "
+            f"is lowest at {suggestion.lowest:.1e})"
         )
     log.result(f"find_learning_rate: {' and '.join(map(str, files))}")
 
@@ -260,7 +260,7 @@ def chart(points: Sequence[Point], losses: Sequence[float]) -> list[str]:
     return [*lines, f"{'loss':>8} +{'-' * COLUMNS}", f"{'rate':>8}  {first}{last:>{COLUMNS - len(first)}}"]
 
 
-def draw(points: Sequence[Point], losses: Sequence[float], found: Suggestion | None, file: Path) -> list[Path]:
+def draw(points: Sequence[Point], losses: Sequence[float], suggestion: Suggestion | None, file: Path) -> list[Path]:
     """Draw the losses with matplotlib, if it is installed; return the file."""
     try:
         from matplotlib.figure import Figure
@@ -272,8 +272,8 @@ def draw(points: Sequence[Point], losses: Sequence[float], found: Suggestion | N
     rates = [point.rate for point in points]
     axes.plot(rates, [point.loss for point in points], color="#98a2ad", linewidth=0.6, label="of each update")
     axes.plot(rates[: len(losses)], losses, color="#0f6cbd", label="smoothed")
-    if found is not None:
-        axes.axvline(found.rate, color="#d8590b", linestyle="--", label=f"suggested: {found.rate:g}")
+    if suggestion is not None:
+        axes.axvline(suggestion.rate, color="#d8590b", linestyle="--", label=f"suggested: {suggestion.rate:g}")
     if losses:
         margin = 0.1 * (max(losses[0], min(losses)) - min(losses)) or 1.0
         axes.set_ylim(min(losses) - margin, losses[0] + 5 * margin)

@@ -29,10 +29,10 @@ def parse_placements(value: Any) -> list[Placement]:
     parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [value]
     placements = []
     for part in parts:
-        found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(part).strip())
-        if found is None or isinstance(part, bool):
+        match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(part).strip())
+        if match is None or isinstance(part, bool):
             raise ValueError(value)
-        placements.append(Placement(int(found[1]), int(found[2]) if found[2] else None))
+        placements.append(Placement(int(match[1]), int(match[2]) if match[2] else None))
     if not placements:
         raise ValueError(value)
     return placements

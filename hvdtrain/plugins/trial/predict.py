@@ -164,12 +164,12 @@ def predict(measured: Measurement, work: Mapping[int, Work], placements: Sequenc
         work: the epoch by number of ranks, including one rank.
     """
     alone = _predict(measured, work[1], Placement(1, 1), METHODS[0])
-    found = []
+    predictions = []
     for placement in placements:
         for method in METHODS if placement.ranks > 1 else METHODS[:1]:
             prediction = _predict(measured, work[placement.ranks], placement, method)
-            found.append(replace(prediction, speed_up=prediction.rate / alone.rate))
-    return found
+            predictions.append(replace(prediction, speed_up=prediction.rate / alone.rate))
+    return predictions
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:

@@ -190,15 +190,15 @@ def _step(learner: Learner, batch: Batch) -> float:
 def step_seconds(comm: Communicator, learners: Sequence[Learner], batches: Sequence[Sequence[Batch]]) -> list[Array]:
     """Collective. For each learner, the seconds of steps on its batches; shape (ranks, turns, batches). The learners alternate,
     so that other programs disturb all of them. All ranks compute at the same time, as they do in a training."""
-    found: list[list[list[float]]] = [[] for _ in learners]
+    seconds_by_turn: list[list[list[float]]] = [[] for _ in learners]
     for turn in range(TURNS):
-        for learner, own, turns in zip(learners, batches, found, strict=True):
+        for learner, batches_here, turns in zip(learners, batches, seconds_by_turn, strict=True):
             comm.gather(None, name="doctor.begin")
-            seconds = [0.0] * len(own)
-            for number in numpy.random.RandomState(turn).permutation(len(own)).tolist():
-                seconds[number] = _step(learner, own[number])
+            seconds = [0.0] * len(batches_here)
+            for number in numpy.random.RandomState(turn).permutation(len(batches_here)).tolist():
+                seconds[number] = _step(learner, batches_here[number])
             turns.append(seconds)
-    return [numpy.array(comm.gather(turns[1:], name="doctor.step_seconds")) for turns in found]
+    return [numpy.array(comm.gather(turns[1:], name="doctor.step_seconds")) for turns in seconds_by_turn]
 
 
 def fit(costs: Array, seconds: Array) -> tuple[float, float, tuple[float, ...], float]:
@@ -247,13 +247,13 @@ def lines(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]
             f"{row.placement!s:>7}{mark}  {row.method!s:<14} {row.rate:>11.4g} {row.speed_up:>8.3g} {1e3 * row.seconds:>6.4g} ms "
             f"{row.stragglers:>10.0%} {network:>8}  {row.limit}"
         )
-    found = _measured_lines(measured) + (table if predictions else [])
+    lines = _measured_lines(measured) + (table if predictions else [])
     for placement in dict.fromkeys(row.placement for row in predictions):
         chosen = best([row for row in predictions if row.placement == placement])
         if placement.ranks > 1:
             speed = f"{chosen.speed_up:.3g} times the speed of one rank"
-            found.append(f"{placement} ranks: {chosen.method} is as fast as any: {speed}, limited by {chosen.limit}")
-    return found + _notes(measured, predictions)
+            lines.append(f"{placement} ranks: {chosen.method} is as fast as any: {speed}, limited by {chosen.limit}")
+    return lines + _notes(measured, predictions)
 
 
 def _ranks(number: int) -> str:

@@ -13,9 +13,10 @@ from speechbrain import Brain, Stage
 import hvdtrain
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
-from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
+from hvdtrain.plugins.other_trainer.trainer import OtherTrainer, overridden
 from hvdtrain.plugins.speechbrain.states import own_states, restore, states_of
 from hvdtrain.plugins.speechbrain.statistics import Statistics
+from hvdtrain.runtime import log
 
 
 class Stages(OtherTrainer):
@@ -152,6 +153,11 @@ class Stages(OtherTrainer):
                 "or a checkpoint of the Checkpointer's by `load`)",
             )
         if self._stage in (None, Stage.TRAIN):
+            if left_out := overridden(type(self.brain), Brain, ("evaluate", "on_evaluate_start")):
+                log.warning(
+                    f"brain: {left_out[0]} of {type(self.brain).__name__} is not called: load_epoch says what is evaluated "
+                    "(`python -m hvdtrain average` makes one of several)"
+                )
             self._begin(Stage.TEST, None)
         self.brain.step += 1
         return self._stage

@@ -177,8 +177,10 @@ def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path:
     check_resume(lambda: keys(tmp_path, kind), tmp_path, 4, found)
 
 
-def test_the_epoch_counter_may_stop(tmp_path: Path) -> None:
+def test_the_epoch_counter_may_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stops(EachStep):
+        def on_evaluate_start(self, max_key: Any = None, min_key: Any = None) -> None: ...
+
         def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
             if stage == speechbrain.Stage.VALID:
                 self.hparams.epoch_counter.update_metric(-epoch)
@@ -187,6 +189,8 @@ def test_the_epoch_counter_may_stop(tmp_path: Path) -> None:
     stopper = "EpochCounterWithStopper\n    limit_to_stop: 1\n    limit_warmup: 0\n    direction: max"
     given["brain"]["hparams"].write_text(HPARAMS.replace("EpochCounter", stopper).replace("epochs: 2", "epochs: 5"))
     assert len(hvdtrain.train(given, model=str(tmp_path / "model"), num_threads=1).history) == 2
+    hvdtrain.evaluate(given, checkpoint=2, model=str(tmp_path / "model"), num_threads=1)
+    assert "brain: on_evaluate_start of Stops is not called" in caplog.text
 
 
 def test_a_statistic_of_an_earlier_stage_is_no_score(tmp_path: Path) -> None:

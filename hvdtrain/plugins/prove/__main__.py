@@ -100,8 +100,8 @@ class Job:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the program; return its exit status."""
-    given, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    words, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    options = parser().parse_args(words)
     wanted = [*options.configs, *overrides]
     if options.task is not None:
         return exit_status(lambda: _run_on_rank(wanted, options.task), "interrupted")
@@ -172,8 +172,8 @@ def parse_job(options: argparse.Namespace, wanted: list[str]) -> Job:
             )
     available = [name for name, reason in reasons.items() if reason is None]
     if requested is None and not available:
-        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        problems += problem("unavailable", f"--transport: expected at least one, got none that works here ({found})")
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        problems += problem("unavailable", f"--transport: expected at least one, got none that works here ({why})")
     runs = [Run(name, size) for size in sizes for name in ([None] if size == 1 else available)]
     if len(runs) < 2 and not problems:
         problems += problem(
@@ -257,8 +257,8 @@ def unavailable_reason(transport: str, backend: str) -> str | None:
         return (
             None if "torch.distributed" in FRAMEWORKS[backend].features else f"backend = {backend!r}, which it does not connect"
         )
-    found = find_spec("horovod")
-    folders = [] if found is None else list(found.submodule_search_locations or [])
+    spec = find_spec("horovod")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
     if not any(list(Path(folder, backend).glob("mpi_lib*.so")) for folder in folders):
         return f"no Horovod that was built for {backend} (python -m hvdtrain build-horovod)"
     return None if shutil.which("mpirun") else "no mpirun in PATH"
@@ -269,8 +269,8 @@ def run_overrides(run: Run, settings: Settings) -> dict[str, str]:
     keys = {"use_horovod": str(run.transport == "horovod"), "torch_distributed": "None"}
     if run.transport == "torch":
         entries = settings.reduce.torch_distributed or {}
-        kept = {name: value for name, value in entries.items() if name not in RENDEZVOUS_ENTRIES}
-        keys["torch_distributed"] = repr(kept)
+        entries_to_keep = {name: value for name, value in entries.items() if name not in RENDEZVOUS_ENTRIES}
+        keys["torch_distributed"] = repr(entries_to_keep)
     for field in fields(LaunchKeys):
         if getattr(settings.launch, field.name) != field.default:
             keys[field.name] = str(field.default)
@@ -340,9 +340,9 @@ def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool, 
     lines = [f"{head}: {where}{'' if dropout else '; dropout is switched off'}", ""]
     rows = [[f"compared with {name}", "losses", "gradients", "weights", ""]]
     for case in cases:
-        found = case.comparison
-        words = [agreement.words for agreement in (found.losses, found.gradients, found.weights)]
-        rows.append([case.name, *words, "agree" if found.agree else "differ"])
+        comparison = case.comparison
+        words = [agreement.words for agreement in (comparison.losses, comparison.gradients, comparison.weights)]
+        rows.append([case.name, *words, "agree" if comparison.agree else "differ"])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     aside = dict.fromkeys(name for case in cases for name in case.comparison.set_aside)
@@ -353,15 +353,15 @@ def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool, 
 
 def difference_lines(case: Case) -> list[str]:
     """Where a run differs."""
-    found = case.comparison
+    comparison = case.comparison
     lines = [f"{case.name}: beyond the tolerance of {case.tolerance:g}"]
-    if found.losses.first is not None:
-        step, name = found.losses.first.number, found.losses.first.name
+    if comparison.losses.first is not None:
+        step, name = comparison.losses.first.number, comparison.losses.first.name
         values = [means(record.losses[step - 1]).get(name) for record in (case.one, case.other)]
         shown = " instead of ".join("nothing" if value is None else f"{value:.7g}" for value in values)
         lines.append(f"  losses     first in step {step}, {name}: {shown}")
-    lines += _parameter_lines("gradients", found.gradients)
-    lines += _parameter_lines("weights", found.weights)
+    lines += _parameter_lines("gradients", comparison.gradients)
+    lines += _parameter_lines("weights", comparison.weights)
     return [*lines, ""]
 
 

@@ -51,16 +51,16 @@ OF_BATCHES = (
 
 def find_parts(learner: Learner) -> list[ModulePart]:
     """The modules with BatchNorm or dropout that are active in training."""
-    found = []
+    parts = []
     for name, module in learner.modules():
         classes = class_names(module)
         if not getattr(module, "training", True) or getattr(module, "trainable", True) is False:
             continue  # a frozen part of the model
         if classes & set(OVER_BATCHES):
-            found.append(ModulePart(STATISTICS, name, type(module).__name__))
+            parts.append(ModulePart(STATISTICS, name, type(module).__name__))
         elif any(_random_rates(module, classes)):
-            found.append(ModulePart(RANDOM, name, type(module).__name__))
-    return found
+            parts.append(ModulePart(RANDOM, name, type(module).__name__))
+    return parts
 
 
 def disable_dropout(learner: Learner) -> None:
@@ -120,7 +120,7 @@ def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Pr
         again = _losses(session.learner, batch, dropout)
     with open_session(settings, "measure", OtherRank()) as session:
         session.learner.state.load(files[0], None)
-        other = _losses(session.learner, batch, dropout)
+        as_other_rank = _losses(session.learner, batch, dropout)
     with open_session(settings, "measure", SingleCommunicator()) as session:
         session.learner.state.load(files[0], None)
         unpadded = _losses(session.learner, batch, dropout=False)
@@ -128,7 +128,7 @@ def probe(settings: Settings, indices: Array, dropout: bool, folder: Path) -> Pr
             padded = _losses(session.learner, _with_padding(batch), dropout=False)
         except Exception:  # a model for sequences of a fixed length
             padded = unpadded
-    return Probe(_difference(first, again), _difference(first, other), _difference(unpadded, padded))
+    return Probe(_difference(first, again), _difference(first, as_other_rank), _difference(unpadded, padded))
 
 
 def _with_padding(batch: Batch) -> Batch:
@@ -152,10 +152,10 @@ def _losses(learner: Learner, batch: Batch, dropout: bool) -> dict[str, float]:
     return {name: fsum(totals) for name, (totals, *_) in learner.meter.take_scores().state().items()}
 
 
-def _difference(one: dict[str, float], other: dict[str, float]) -> float:
+def _difference(losses: dict[str, float], reference: dict[str, float]) -> float:
     """The largest relative difference of a loss or a count of errors."""
-    found = [abs(one[name] - other.get(name, 0.0)) / (abs(one[name]) or 1.0) for name in one]
-    return max(found, default=0.0)
+    differences = [abs(losses[name] - reference.get(name, 0.0)) / (abs(losses[name]) or 1.0) for name in losses]
+    return max(differences, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class Case:
 
 def causes(case: Case) -> list[str]:
     """The causes found, the most certain first."""
-    found = [cause for find in FINDERS for cause in find(case)]
-    return found or [OF_BATCHES if case.exchange_agrees else NOT_FOUND]
+    causes = [cause for find in FINDERS for cause in find(case)]
+    return causes or [OF_BATCHES if case.exchange_agrees else NOT_FOUND]
 
 
 def _initial_weights(case: Case) -> Iterator[str]:
@@ -206,8 +206,8 @@ def _initial_weights(case: Case) -> Iterator[str]:
 
 
 def _data(case: Case) -> Iterator[str]:
-    for step, (one, other) in enumerate(zip(case.one.data, case.other.data, strict=False), 1):
-        if one != other:
+    for step, (ours, theirs) in enumerate(zip(case.one.data, case.other.data, strict=False), 1):
+        if ours != theirs:
             yield (
                 f"data: the same sequences of step {step} have different contents: something draws random numbers or counts "
                 "calls while they are read (map_seq, a custom dataset)"
@@ -219,11 +219,11 @@ def _counts(case: Case) -> Iterator[str]:
     """The number of a loss's elements is the same on any number of ranks, unless the loss depends on how batches are formed."""
     if not case.one.losses or not case.other.losses:
         return
-    for name, (_, other) in case.other.losses[0].items():
-        _, one = case.one.losses[0].get(name, (0.0, other))
-        if one == other:
+    for name, (_, theirs) in case.other.losses[0].items():
+        _, ours = case.one.losses[0].get(name, (0.0, theirs))
+        if ours == theirs:
             continue
-        if one * case.other.size == other * case.one.size and one % case.one.size == 0 and other <= case.other.size:
+        if ours * case.other.size == theirs * case.one.size and ours % case.one.size == 0 and theirs <= case.other.size:
             yield (
                 f"a mean of means: train_step marks {name} as one number per batch, so that an element of a small batch "
                 "weighs more than one of a large batch (mark one number per element, with reduction='none'; "
@@ -231,17 +231,17 @@ def _counts(case: Case) -> Iterator[str]:
             )
         else:
             yield (
-                f"elements: {name} has {one:g} elements in step 1 of {_ranks(case.one)}, {other:g} in that of "
+                f"elements: {name} has {ours:g} elements in step 1 of {_ranks(case.one)}, {theirs:g} in that of "
                 f"{_ranks(case.other)}: are padded frames among them? (select the others with extern_data[...].mask)"
             )
 
 
 def _rates(case: Case) -> Iterator[str]:
-    for update, (one, other) in enumerate(zip(case.one.rates, case.other.rates, strict=False), 1):
-        if abs(one - other) > 1e-6 * abs(other):
+    for update, (ours, theirs) in enumerate(zip(case.one.rates, case.other.rates, strict=False), 1):
+        if abs(ours - theirs) > 1e-6 * abs(theirs):
             rule = case.settings.reduce.learning_rate_scale
             why = f"horovod_scale_lr = {rule!r}" if rule else "does the config compute it from hvdtrain.size()?"
-            yield f"learning rate: {one:g} instead of {other:g} in update {update} ({why})"
+            yield f"learning rate: {ours:g} instead of {theirs:g} in update {update} ({why})"
             return
 
 
@@ -266,18 +266,18 @@ def _compression(case: Case) -> Iterator[str]:
 def _gradient_factor(case: Case) -> Iterator[str]:
     if case.comparison.gradients.first is None or case.comparison.gradients.first.number > 1:
         return
-    found = factor(case.one.gradients, case.other.gradients, case.tolerance)
-    if found is None:
+    ratio_found = factor(case.one.gradients, case.other.gradients, case.tolerance)
+    if ratio_found is None:
         return
     ratio = case.other.size / case.one.size
-    averaged = case.settings.reduce.average_gradients and abs(found - ratio) < case.tolerance
+    averaged = case.settings.reduce.average_gradients and abs(ratio_found - ratio) < case.tolerance
     why = (
         "horovod_avg_grad = True divides gradients by the number of ranks, though the losses are sums: mark them with "
         "use_normalized_loss=True, or leave the key out"
         if averaged
         else "is a loss divided by the size of a batch, or multiplied by the number of ranks?"
     )
-    yield f"a factor: all gradients of update 1 are {found:.6g} times those of {_ranks(case.other)} ({why})"
+    yield f"a factor: all gradients of update 1 are {ratio_found:.6g} times those of {_ranks(case.other)} ({why})"
 
 
 def _statistics(case: Case) -> Iterator[str]:

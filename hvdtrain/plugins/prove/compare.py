@@ -210,17 +210,17 @@ class Comparison:
         return all(agreement.first is None for agreement in (self.losses, self.gradients, self.weights))
 
 
-def compare(one: Record, other: Record, tolerance: float) -> Comparison:
+def compare(record: Record, reference: Record, tolerance: float) -> Comparison:
     """Compare a run with another one, relative to the values of the latter."""
-    gradients, names = _distances(one.gradients, other.gradients, other.elements, LEAST_GRADIENT)
+    gradients, names = _distances(record.gradients, reference.gradients, reference.elements, LEAST_GRADIENT)
     of_gradients = _agreement(gradients, names, tolerance, first_number=1)
-    weights, all_names = _distances(one.weights, other.weights, other.elements, LEAST_WEIGHT)
+    weights, all_names = _distances(record.weights, reference.weights, reference.elements, LEAST_WEIGHT)
     beyond = {name for name, column in zip(all_names, weights.T, strict=True) if len(column) and column.max() > tolerance}
-    aside = [name for name in all_names if name in beyond & _rounding_errors(other)] if of_gradients.first is None else []
-    kept = [number for number, name in enumerate(all_names) if name not in aside]
-    of_weights = _agreement(weights[:, kept], [all_names[number] for number in kept], tolerance, first_number=0)
+    aside = [name for name in all_names if name in beyond & _rounding_errors(reference)] if of_gradients.first is None else []
+    compared = [number for number, name in enumerate(all_names) if name not in aside]
+    of_weights = _agreement(weights[:, compared], [all_names[number] for number in compared], tolerance, first_number=0)
     first = of_weights.first if of_weights.first is not None and of_weights.first.number == 0 else None
-    return Comparison(_compare_losses(one.losses, other.losses, tolerance), of_gradients, of_weights, tuple(aside), first)
+    return Comparison(_compare_losses(record.losses, reference.losses, tolerance), of_gradients, of_weights, tuple(aside), first)
 
 
 def digits(distance: float) -> str:
@@ -249,12 +249,14 @@ def means(losses: Losses) -> dict[str, float]:
     return {name: total / count for name, (total, count) in losses.items() if count}
 
 
-def _compare_losses(one: Sequence[Losses], other: Sequence[Losses], tolerance: float) -> Agreement:
+def _compare_losses(losses_here: Sequence[Losses], reference: Sequence[Losses], tolerance: float) -> Agreement:
     """Compare each loss relative to its largest mean, except counts of errors (whole numbers): rounding may change them by 1."""
     names = sorted(
-        name for name in {name for losses in (*one, *other) for name in losses} if not _counts_errors(name, one, other)
+        name
+        for name in {name for losses in (*losses_here, *reference) for name in losses}
+        if not _counts_errors(name, losses_here, reference)
     )
-    ours, theirs = ([means(losses) for losses in run] for run in (one, other))
+    ours, theirs = ([means(losses) for losses in run] for run in (losses_here, reference))
     steps = min(len(ours), len(theirs))
     table = numpy.zeros((steps, len(names)))
     for column, name in enumerate(names):
@@ -277,16 +279,18 @@ def _relative(difference: float, scale: float) -> float:
 
 
 def _distances(
-    one: Mapping[str, Array], other: Mapping[str, Array], elements: Mapping[str, int], least: float
+    values: Mapping[str, Array], reference: Mapping[str, Array], elements: Mapping[str, int], least: float
 ) -> tuple[Array, list[str]]:
     """The relative distances, shape (updates, parameters), and the parameters' names, in the model's order."""
-    names = list(other)
-    if not names or set(one) != set(other):
-        missing = sorted(set(one) ^ set(other))
+    names = list(reference)
+    if not names or set(values) != set(reference):
+        missing = sorted(set(values) ^ set(reference))
         return numpy.full((1, len(missing)), inf), missing
-    updates = min(len(one[names[0]]), len(other[names[0]]))
-    apart = numpy.stack([numpy.linalg.norm(one[name][:updates] - other[name][:updates], axis=-1) for name in names], axis=-1)
-    norms, typical = _norms(other, elements)
+    updates = min(len(values[names[0]]), len(reference[names[0]]))
+    apart = numpy.stack(
+        [numpy.linalg.norm(values[name][:updates] - reference[name][:updates], axis=-1) for name in names], axis=-1
+    )
+    norms, typical = _norms(reference, elements)
     scale = numpy.maximum(norms[:updates], least * typical[:updates])
     with numpy.errstate(divide="ignore", invalid="ignore"):
         distances = numpy.where(apart == 0, 0.0, apart / scale)
@@ -323,14 +327,14 @@ def _agreement(table: Array, names: Sequence[str], tolerance: float, first_numbe
     return Agreement(at(row, column), at(*beyond[0]) if len(beyond) else None)
 
 
-def factor(one: Mapping[str, Array], other: Mapping[str, Array], tolerance: float) -> float | None:
+def factor(gradients: Mapping[str, Array], reference: Mapping[str, Array], tolerance: float) -> float | None:
     """The factor by which all gradients of the first update differ; None: they differ by more than a factor."""
-    if set(one) != set(other) or not other:
+    if set(gradients) != set(reference) or not reference:
         return None
-    ours, theirs = (numpy.concatenate([run[name][0] for name in other]) for run in (one, other))
+    ours, theirs = (numpy.concatenate([run[name][0] for name in reference]) for run in (gradients, reference))
     square = float(theirs @ theirs)
     if not square or not isfinite(square):
         return None
-    found = float(ours @ theirs) / square
-    rest = float(numpy.linalg.norm(ours - found * theirs))
-    return found if found and rest <= tolerance * abs(found) * sqrt(square) else None
+    ratio = float(ours @ theirs) / square
+    rest = float(numpy.linalg.norm(ours - ratio * theirs))
+    return ratio if ratio and rest <= tolerance * abs(ratio) * sqrt(square) else None

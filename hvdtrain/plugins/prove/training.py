@@ -90,8 +90,8 @@ def choose_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
             f"train: expected at least {ranks} batches in an epoch for {ranks} ranks, got {plan.num_batches} "
             "(smaller max_seqs or batch_size, or fewer --ranks)"
         ).on_all_ranks()
-    found = min(steps, -(-plan.num_batches // ranks))
-    return GlobalBatches(plan, ranks, found - found // 2, found // 2)
+    updates = min(steps, -(-plan.num_batches // ranks))
+    return GlobalBatches(plan, ranks, updates - updates // 2, updates // 2)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def run_task(settings: Settings, task: Task) -> None:
         train(settings, task, task.name)
         return
     for name in task.diagnose:
-        other = Record.load(task.path(name))
-        train(settings, task, f"{task.name}-{name}", accumulated=other)
+        record = Record.load(task.path(name))
+        train(settings, task, f"{task.name}-{name}", accumulated=record)
     batches = GlobalBatches.load(Path(task.batches))
     probed = probe(settings, batches.plan.batch(0), task.dropout, Path(task.folder))
     task.path(task.name).with_suffix(".json").write_text(json.dumps(asdict(probed)))
@@ -348,8 +348,8 @@ class Recorder(StepLog):
         names = comm.gather(list(self._gradients), name="prove.names")
         before = {name for those in names[: comm.rank] for name in those}
         mine = {name: numpy.stack(values) for name, values in self._gradients.items() if name not in before}
-        found = {name: values for share in comm.gather(mine, name="prove.gradients") for name, values in share.items()}
-        return {name: found[name] for name in self._elements if name in found}
+        gradients = {name: values for share in comm.gather(mine, name="prove.gradients") for name, values in share.items()}
+        return {name: gradients[name] for name in self._elements if name in gradients}
 
     def _add(self, arrays: Iterable[tuple[str, Array]], into: dict[str, list[Array]]) -> None:
         for name, values in arrays:

@@ -158,9 +158,9 @@ def explain(name: str) -> str | None:
 
 def without_effect(values: Mapping[str, Any]) -> list[str]:
     """The keys in a config that RETURNN reads and hvdtrain ignores, each with its counterpart, if there is one."""
-    found = [name for name in values if name in READ_BY_RETURNN and not is_no_op(name, values[name])]
-    found += [f"{name}.{entry}" for name in ("train", "dev", "eval") for entry in _entries(values.get(name), "use_cache_manager")]
-    return [f"{name} ({ELSEWHERE[last]})" if (last := name.split(".")[-1]) in ELSEWHERE else name for name in found]
+    names = [name for name in values if name in READ_BY_RETURNN and not is_no_op(name, values[name])]
+    names += [f"{name}.{entry}" for name in ("train", "dev", "eval") for entry in _entries(values.get(name), "use_cache_manager")]
+    return [f"{name} ({ELSEWHERE[last]})" if (last := name.split(".")[-1]) in ELSEWHERE else name for name in names]
 
 
 def _entries(dataset: Any, wanted: str) -> Iterator[str]:

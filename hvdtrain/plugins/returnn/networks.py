@@ -60,28 +60,28 @@ def with_network(source: Source, imports: WatchedImports) -> Source:
     for name in FOR_THE_NETWORK:
         values.pop(name, None)
     origin = origins.get("network", origins.get("get_network", ""))
-    made = {"backend": BACKEND, "get_model": NetworkSource(seen, source.texts), "train_step": no_train_step}
-    made["optimizer"] = optimizer_of(seen)
-    given = values.get("extern_data")
-    if (extern_data := older_extern_data(seen) if given is None else with_entries(given)) is not None:
-        made["extern_data"] = extern_data
+    keys = {"backend": BACKEND, "get_model": NetworkSource(seen, source.texts), "train_step": no_train_step}
+    keys["optimizer"] = optimizer_of(seen)
+    data_given = values.get("extern_data")
+    if (extern_data := older_extern_data(seen) if data_given is None else with_entries(data_given)) is not None:
+        keys["extern_data"] = extern_data
     if values.get("learning_rate") is None and values.get("learning_rates") is None:
-        made["learning_rate"] = 1.0  # RETURNN's default
+        keys["learning_rate"] = 1.0  # RETURNN's default
     warnings = list(source.warnings)
     if values.get("batch_size") is None and values.get("max_seqs") is None:
-        made["batch_size"] = 1
+        keys["batch_size"] = 1
         warnings.append("batch_size: the config has neither batch_size nor max_seqs, so a batch has one frame, as in RETURNN")
     if seen.get("search_output_file") and values.get("search_labels") is None:
-        made["search_labels"] = partial(label_text, seen)
+        keys["search_labels"] = partial(label_text, seen)
     if seen.get("learning_rate_control") or seen.get("use_last_best_model"):
-        made["learning_rate_control_error_measure"] = measures_of(seen.get("learning_rate_control_error_measure"))
+        keys["learning_rate_control_error_measure"] = measures_of(seen.get("learning_rate_control_error_measure"))
     cleanup = seen.get("cleanup_old_models")
     if isinstance(cleanup, Mapping) and isinstance(cleanup.get("ignore_score_keys"), (list, tuple, set)):
-        made["cleanup_old_models"] = {**cleanup, "ignore_score_keys": list(map(our_name, cleanup["ignore_score_keys"]))}
-    for name in made:
+        keys["cleanup_old_models"] = {**cleanup, "ignore_score_keys": list(map(our_name, cleanup["ignore_score_keys"]))}
+    for name in keys:
         origins.setdefault(name, origin)
     return replace(
-        source, values=values | made, origins=origins, problems=tuple(problems), warnings=tuple(warnings), is_foreign=True
+        source, values=values | keys, origins=origins, problems=tuple(problems), warnings=tuple(warnings), is_foreign=True
     )
 
 
@@ -91,9 +91,9 @@ def optimizer_of(values: Mapping[str, Any]) -> dict[str, Any]:
     >>> optimizer_of({"nadam": True, "optimizer_epsilon": 1e-8}), optimizer_of({"momentum": 0.9})
     ({'class': 'nadam', 'epsilon': 1e-08}, {'class': 'momentum', 'momentum': 0.9})
     """
-    given = values.get("optimizer")
-    if given:
-        return dict(given) if isinstance(given, Mapping) and "class" in given else {"class": given}
+    optimizer = values.get("optimizer")
+    if optimizer:
+        return dict(optimizer) if isinstance(optimizer, Mapping) and "class" in optimizer else {"class": optimizer}
     options = {"epsilon": values["optimizer_epsilon"]} if values.get("optimizer_epsilon") else {}
     for name in ("adam", "nadam", "adadelta", "adagrad", "rmsprop"):
         if values.get(name):
@@ -112,8 +112,8 @@ def label_text(values: Mapping[str, Any], *, name: str, numbers: Any) -> str | N
     options = network.get(name, {}) if isinstance(network, Mapping) else {}
     target = options.get("target") or values.get("target", "classes")
     entry = extern_data.get(target) if isinstance(extern_data, Mapping) else None
-    given = entry.get("vocab", getattr(entry.get("sparse_dim"), "vocab", None)) if isinstance(entry, Mapping) else None
-    vocabulary = Vocabulary.create_vocab(**given) if isinstance(given, Mapping) else given
+    vocab = entry.get("vocab", getattr(entry.get("sparse_dim"), "vocab", None)) if isinstance(entry, Mapping) else None
+    vocabulary = Vocabulary.create_vocab(**vocab) if isinstance(vocab, Mapping) else vocab
     return None if vocabulary is None else str(vocabulary.get_seq_labels(numbers))
 
 
@@ -121,14 +121,14 @@ USUAL_MEASURES = ("dev_score", "dev_score_output", "dev_score_output/output", "d
 """The scores of which RETURNN's learning-rate control uses the first that exists, after those that the config names."""
 
 
-def measures_of(given: Any) -> list[str]:
+def measures_of(measures: Any) -> list[str]:
     """The scores by their names here, of which learning-rate control uses the first that exists.
 
     >>> measures_of("dev_error")[:3], measures_of("dev_loss_error_other")[0]
     (['dev_loss_error', 'dev_loss_error_output', 'dev_loss_score'], 'dev_loss_error_other')
     """
-    named = [given] if isinstance(given, str) else list(given or ())
-    wanted = [name for one in named for name in (one, f"{one}_output")] + [*USUAL_MEASURES]
+    named = [measures] if isinstance(measures, str) else list(measures or ())
+    wanted = [name for measure in named for name in (measure, f"{measure}_output")] + [*USUAL_MEASURES]
     return list(dict.fromkeys(map(our_name, wanted)))
 
 

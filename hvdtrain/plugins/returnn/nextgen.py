@@ -99,10 +99,10 @@ class NextGenFile(IndexedDataset):
             self._size = file_size(file.members[name])
         parent, last = file.members[name], self._names[index].replace("/", "\\")
         try:
-            found = follow_link(self.path, parent, last, f"{name}/{last}", "refuse")
+            dataset = follow_link(self.path, parent, last, f"{name}/{last}", "refuse")
         except KeyError:
             raise DataError(f"{self.path}: expected /{name}/{last}, got only {names_in(parent)} in /{name}") from None
-        return check_stored(self.path, f"{name}/{last}", found, self._size)
+        return check_stored(self.path, f"{name}/{last}", dataset, self._size)
 
     def _index(self, opened: Opened, input_stream_name: str) -> tuple[dict[str, Stream], dict[str, Array]]:
         """The streams and the lengths of their sequences. Checks that they are consistent."""

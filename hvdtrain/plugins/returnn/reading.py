@@ -63,7 +63,7 @@ class OpenedDataset:
 
     def labels_and_dims(self) -> tuple[dict[str, list[str]], dict[str, int]]:
         """The labels and numbers of classes of sparse data, which some datasets provide only once an epoch has begun."""
-        found: dict[str, list[str]] = {}
+        decoded: dict[str, list[str]] = {}
         dims: dict[str, int] = {}
         labels = dict(self._dataset.labels or {})
         for key, dense in self._dense.items():
@@ -75,10 +75,10 @@ class OpenedDataset:
                 dims[key] = dim
             if len(names) == dim and list(names) != ["dummy-label"]:
                 # A label may be a single byte of a character.
-                found[key] = [
+                decoded[key] = [
                     name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else str(name) for name in names
                 ]
-        return found, dims
+        return decoded, dims
 
     def streams(self, arrays: Mapping[str, Array]) -> dict[str, Stream]:
         """The streams, inferred from the arrays of one sequence."""
@@ -156,22 +156,22 @@ def without_processes(value: Any) -> Any:
         return type(value)(map(without_processes, value)) if type(value) in (list, tuple) else value
     if not isinstance(value, Mapping):
         return value
-    made = {name: without_processes(inside) for name, inside in value.items()}
-    if made.get("class") == "MultiProcDataset" and isinstance(made.get("dataset"), Mapping):
-        return inner_of_multi_proc(made)
-    if made.get("class") == "PostprocessingDataset":
-        made.pop("num_workers", None)
-    if made.get("class") == "VariableDataset" and callable(made.get("get_dataset")):
-        of_epoch = made["get_dataset"]
-        made["get_dataset"] = lambda **options: without_processes(of_epoch(**options))
-    if made.get("class") == "DistributeFilesDataset":
-        made.pop("distrib_shard_files", None)
-        if callable(made.get("get_sub_epoch_dataset")):
-            of_files = made["get_sub_epoch_dataset"]
-            made["get_sub_epoch_dataset"] = lambda files: without_processes(of_files(files))
+    options = {name: without_processes(inside) for name, inside in value.items()}
+    if options.get("class") == "MultiProcDataset" and isinstance(options.get("dataset"), Mapping):
+        return inner_of_multi_proc(options)
+    if options.get("class") == "PostprocessingDataset":
+        options.pop("num_workers", None)
+    if options.get("class") == "VariableDataset" and callable(options.get("get_dataset")):
+        of_epoch = options["get_dataset"]
+        options["get_dataset"] = lambda **options: without_processes(of_epoch(**options))
+    if options.get("class") == "DistributeFilesDataset":
+        options.pop("distrib_shard_files", None)
+        if callable(options.get("get_sub_epoch_dataset")):
+            of_files = options["get_sub_epoch_dataset"]
+            options["get_sub_epoch_dataset"] = lambda files: without_processes(of_files(files))
         if _has_argument("returnn.datasets.distrib_files", "DistributeFilesDataset", "use_worker_proc"):
-            made |= {"use_worker_proc": False, "preload_next_n_sub_epochs": 0}
-    return made
+            options |= {"use_worker_proc": False, "preload_next_n_sub_epochs": 0}
+    return options
 
 
 def num_parts(value: Any) -> int:

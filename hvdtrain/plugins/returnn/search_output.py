@@ -71,7 +71,7 @@ class SearchWriter:
 
     def add(self, tag: str, outputs: Mapping[str, Array]) -> None:
         """Write a sequence. Raises: ConfigError, DataError."""
-        found = self.entry(outputs)
+        entry = self.entry(outputs)
         if self._is_python and tag in self._tags:
             raise DataError(
                 f"{self._path}: expected every tag once, as a dict has one value for it, got {tag!r} twice "
@@ -80,9 +80,9 @@ class SearchWriter:
         self._tags.add(tag)
         with numpy.printoptions(threshold=sys.maxsize), self._errors():
             if self._is_python:
-                self._file.write(f"{tag!r}: {as_code(found)},\n")
+                self._file.write(f"{tag!r}: {as_code(entry)},\n")
             else:
-                self._file.write(f"{' '.join(str(found).splitlines())}\n")
+                self._file.write(f"{' '.join(str(entry).splitlines())}\n")
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         try:
@@ -119,7 +119,7 @@ class SearchWriter:
         if hypotheses is None:
             return self._text(name, outputs[name])
         scores = _scores(name, outputs, len(hypotheses))
-        texts = [self._text(name, one[:size]) for one, size in zip(hypotheses, sizes, strict=True)]
+        texts = [self._text(name, hypothesis[:size]) for hypothesis, size in zip(hypotheses, sizes, strict=True)]
         return list(zip(scores, texts, strict=True))
 
     def _text(self, name: str, value: Array) -> Any:
@@ -163,11 +163,11 @@ def as_code(value: Any) -> str:
     ("(float('-inf'), '')", "{'a': 'y', 'b': 'x'}")
     """
     if isinstance(value, list):
-        return "[\n" + "".join(f"{as_code(one)},\n" for one in value) + "]"
+        return "[\n" + "".join(f"{as_code(member)},\n" for member in value) + "]"
     if isinstance(value, tuple):
         return f"({', '.join(map(as_code, value))})"
     if isinstance(value, dict):
-        lines = [f"{as_code(name)}: {as_code(one)}" for name, one in sorted(value.items())]
+        lines = [f"{as_code(name)}: {as_code(member)}" for name, member in sorted(value.items())]
         is_long = sum(map(len, lines)) >= LONG_DICT
         return "{\n" + "".join(f"{line},\n" for line in lines) + "}" if is_long else "{" + ", ".join(lines) + "}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -184,7 +184,7 @@ def _usual_name(outputs: Mapping[str, Array]) -> str:
 
 
 def _unknown(name: str | None, outputs: Mapping[str, Array]) -> ConfigError:
-    marked = ", ".join(one for one in outputs if not is_size(one))
+    marked = ", ".join(name for name in outputs if not is_size(name))
     return ConfigError.of(
         "unknown-value", f"search_output_layer: expected one of the outputs that forward_step marks ({marked}), got {name!r}"
     )
@@ -204,11 +204,13 @@ def _hypotheses(name: str, outputs: Mapping[str, Array]) -> tuple[Array | None, 
 def _scores(name: str, outputs: Mapping[str, Array], beam: int) -> list[float]:
     """The scores of the hypotheses, with the digits that their precision has."""
     names = (f"beam_scores_{name}", "beam_scores", "scores")
-    found = next((outputs[one] for one in names if one in outputs), None)
-    if found is None or found.shape != (beam,):
+    scores = next((outputs[name] for name in names if name in outputs), None)
+    if scores is None or scores.shape != (beam,):
         rule = f"expected scores of shape ({beam},) for the hypotheses in {name!r}, marked as {' or '.join(names)}"
-        raise ConfigError.of("missing", f"search_output_file: {rule}, got {'none' if found is None else f'shape {found.shape}'}")
-    return [float(str(score)) for score in found]
+        raise ConfigError.of(
+            "missing", f"search_output_file: {rule}, got {'none' if scores is None else f'shape {scores.shape}'}"
+        )
+    return [float(str(score)) for score in scores]
 
 
 def _own_text(value: Any) -> Callable[..., Any] | None:

@@ -151,14 +151,14 @@ def _copy_metadata(wrapper: Callable[..., Any], function: Any) -> Callable[..., 
     return functools.update_wrapper(wrapper, function, updated=())
 
 
-def _templates(key: str, given: Any) -> tuple[TensorDict | None, list[Problem]]:
+def _templates(key: str, entries: Any) -> tuple[TensorDict | None, list[Problem]]:
     """RETURNN's templates for the entries of `extern_data` or `model_outputs` (`key`), and problems with them."""
-    if given is None:
+    if entries is None:
         return None, []
-    if not isinstance(given, Mapping):
-        return None, problem("wrong-type", f"{key}: expected a dict of dicts by data key, got {given!r}")
+    if not isinstance(entries, Mapping):
+        return None, problem("wrong-type", f"{key}: expected a dict of dicts by data key, got {entries!r}")
     templates, problems = TensorDict(), []
-    for name, options in given.items():
+    for name, options in entries.items():
         try:
             templates.update({name: options}, auto_convert=True)
         except Exception as error:  # RETURNN raises errors of many kinds
@@ -261,7 +261,7 @@ class Steps:
         device = next((str(entry.raw_tensor.device) for entry in extern_data.values() if _is_tensor(entry.raw_tensor)), "cpu")
         if self._outputs is not None:
             self._outputs.reset_content()
-        given = self._tensors(extern_data, context, stage, device)
+        tensors = self._tensors(extern_data, context, stage, device)
         if stage == "train_step":
             rf.init_train_step_run_ctx(train_flag=context.train_flag, step=context.step, epoch=context.epoch)
         else:
@@ -269,7 +269,7 @@ class Steps:
             rf.init_forward_step_run_ctx(expected_outputs=self._outputs, step=last, epoch=context.epoch)
         try:
             with rf.set_default_device_ctx(device), self._precision.default():
-                function(model=own_model(model), extern_data=given, **others)
+                function(model=own_model(model), extern_data=tensors, **others)
                 if stage == "train_step":
                     mark_losses(rf.get_run_ctx().losses, context)
                 else:

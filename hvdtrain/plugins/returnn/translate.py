@@ -114,8 +114,8 @@ def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
 def _with_wrapped_functions(source: Source, imports: WatchedImports) -> Source:
     backend = source.values.get("backend", "torch")
     if backend != "torch":
-        found = problem("unknown-value", f"backend: expected 'torch' in a config that imports returnn, got {backend!r}")
-        return replace(source, is_foreign=True, problems=(*source.problems, *found))
+        problems = problem("unknown-value", f"backend: expected 'torch' in a config that imports returnn, got {backend!r}")
+        return replace(source, is_foreign=True, problems=(*source.problems, *problems))
     from hvdtrain.plugins.returnn.steps import wrap_functions  # here, as it imports RETURNN
 
     return replace(wrap_functions(source, imports), is_foreign=True)
@@ -125,8 +125,8 @@ def _torch_distributed(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list
     """The entries of the dict that hvdtrain has, and problems with those that only RETURNN has."""
     options = entries.get("options")
     is_without_effect = isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options)
-    kept = {name: value for name, value in entries.items() if name not in TORCH_DISTRIBUTED}
-    return kept, [
+    own_entries = {name: value for name, value in entries.items() if name not in TORCH_DISTRIBUTED}
+    return own_entries, [
         Problem.of("unsupported", f"torch_distributed.{name}: RETURNN's entry is not needed here ({reason})")
         for name, reason in TORCH_DISTRIBUTED.items()
         if name in entries and not (name == "options" and is_without_effect)
@@ -143,21 +143,21 @@ def _unsupported_problems(source: Source, ignored: Collection[str]) -> Iterator[
 
 def _duplicate_problems(source: Source, aliases: Mapping[str, str]) -> Iterator[Problem]:
     """Problems with keys that a file sets under both of their names."""
-    for other, name in aliases.items():
-        if other in source.values and name in source.values:
-            yield from problem("conflict", f"{other}: expected either {other} or {name}, which mean the same, got both")
+    for alias, name in aliases.items():
+        if alias in source.values and name in source.values:
+            yield from problem("conflict", f"{alias}: expected either {alias} or {name}, which mean the same, got both")
 
 
 def _misspelling_warnings(source: Source, keys: Collection[str]) -> dict[str, str]:
     """Warnings about names in a config for RETURNN that look like misspelt keys, by name. RETURNN would ignore them."""
     known = {*keys, *ALIASES, *UNSUPPORTED, *READ_BY_RETURNN}
-    found = {}
+    lines = {}
     for name, value in source.values.items():
         if name in known or is_no_key(name, value) or source.origins[name] in OVERRIDING:
             continue
         if match := closest(name, keys):
-            found[name] = f"{name} in {source.origins[name]}: neither RETURNN nor hvdtrain reads it (did you mean {match}?)"
-    return found
+            lines[name] = f"{name} in {source.origins[name]}: neither RETURNN nor hvdtrain reads it (did you mean {match}?)"
+    return lines
 
 
 RETURNN = Translation(ALIASES, explain, Watched)

@@ -168,9 +168,9 @@ def dummy_datasets(values: Mapping[str, Any]) -> dict[str, Any]:
     def fixed_dataset(name: str) -> dict[str, Any]:
         return dummy(num_seqs, fixed_random_seed=crc32(name.encode()))
 
-    given: int | None = values.get("dummy_dataset_num_seqs")
-    num_train: int = values.get("train_dummy_dataset_num_seqs", given) or 1000
-    num_seqs = given or (max(num_train // 20, 1) if values.get("train") else 100)
+    num_given: int | None = values.get("dummy_dataset_num_seqs")
+    num_train: int = values.get("train_dummy_dataset_num_seqs", num_given) or 1000
+    num_seqs = num_given or (max(num_train // 20, 1) if values.get("train") else 100)
     datasets = {name: fixed_dataset(name) for name in DATASETS if values.get(name)}
     if values.get("train"):
         datasets["train"] = dummy(num_train)

@@ -62,13 +62,13 @@ class Column(ABC):
 
     def _count(self) -> Array:
         """The lengths of all sequences, by reading them; `UNREADABLE` of those that cannot be read."""
-        found = numpy.full(len(self.positions), UNREADABLE, numpy.int32)
-        for index in range(len(found)):
+        lengths = numpy.full(len(self.positions), UNREADABLE, numpy.int32)
+        for index in range(len(lengths)):
             try:  # which takes less than `suppress`
-                found[index] = self.length(index)
+                lengths[index] = self.length(index)
             except BrokenSequence:
                 continue  # reading it again gives the message
-        return found
+        return lengths
 
     def _first(self, read: Callable[[int], Any]) -> Any:
         """What a function returns for the first sequence that can be read. Raises: BrokenSequence, if none can."""

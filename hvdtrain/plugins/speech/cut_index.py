@@ -65,12 +65,12 @@ class CutIndex:
         broken: a message for every broken cut.
     """
 
-    def __init__(self, origin: str, field: str, shards: list[Shard], held: list[Any] | None, kept: Kept) -> None:
+    def __init__(self, origin: str, field: str, shards: list[Shard], held: list[Any] | None, stored: Kept) -> None:
         self._origin = origin
         self._field = field
         self._shards = shards
         self._held = held
-        about, arrays = kept
+        about, arrays = stored
         self._lines = arrays["lines"].data
         self._offsets, self._shard, self._row = arrays["offsets"], arrays["shard"], arrays["row"]
         self._members = arrays.get("members")
@@ -144,19 +144,19 @@ def index_cuts(
     def make() -> Kept:
         with scanning.progress(f"{where}: cuts", None) as advance:
             if shards is not None:
-                found = _cuts_of_shards(shards)
+                cuts_found = _cuts_of_shards(shards)
             elif held is None:
-                found = _cuts_of_functions(where, cuts)
+                cuts_found = _cuts_of_functions(where, cuts)
             else:
-                found = (_Found(cut, b"", 0, number) for number, cut in enumerate(held, start=1))
-            return _build(origin, field, shards or [], found, lengths_of, keys, advance)
+                cuts_found = (_Found(cut, b"", 0, number) for number, cut in enumerate(held, start=1))
+            return _build(origin, field, shards or [], cuts_found, lengths_of, keys, advance)
 
     if shards is None:  # functions may change
         return CutIndex(origin, field, [], held, make())
     files = [path for shard in shards for path in (shard.cuts, shard.data) if path]
     file = IndexFile(scanning.folder, f"cuts 3 {field} {fingerprint_of([files, described])}")
-    kept = file.get("cuts", scanning, make, f"{where}: the index of the cuts is made", mapped=True)
-    return CutIndex(origin, field, shards, held, kept)
+    stored = file.get("cuts", scanning, make, f"{where}: the index of the cuts is made", mapped=True)
+    return CutIndex(origin, field, shards, held, stored)
 
 
 LENGTHS = "lengths/"
@@ -166,7 +166,7 @@ LENGTHS = "lengths/"
 def first_cut(where: str, origin: str, cuts: Any) -> Any:
     """The first cut of a CutSet, of Shar without its data. Raises: DataError."""
     shards = shards_of(where, cuts.data, "")
-    first = next(iter(cuts), None) if shards is None else next((found.cut for found in _cuts_of_shards(shards)), None)
+    first = next(iter(cuts), None) if shards is None else next((entry.cut for entry in _cuts_of_shards(shards)), None)
     if first is None:
         raise DataError(f"{shards[0].cuts if shards else origin}: expected at least one cut, got none")
     return first
@@ -290,7 +290,7 @@ def _build(
     origin: str,
     field: str,
     shards: list[Shard],
-    found: Iterable[_Found],
+    entries: Iterable[_Found],
     lengths_of: Lengths,
     keys: list[str],
     advance: Callable[[int], None],
@@ -302,18 +302,18 @@ def _build(
         offsets, rows, tags, members = [0], [], [], []
         lengths: dict[str, list[int]] = {key: [] for key in keys}
         broken = []
-        for number, one in enumerate(found):
-            file.write(one.line + b"\n")
-            offsets.append(offsets[-1] + len(one.line) + 1)
-            rows.append((one.shard, one.row))
-            tags.append(str(one.cut.id).encode("utf-8"))
-            members.append(one.member)
-            place = _describe(origin, shards[one.shard] if shards else None, one.row, str(one.cut.id))
+        for number, entry in enumerate(entries):
+            file.write(entry.line + b"\n")
+            offsets.append(offsets[-1] + len(entry.line) + 1)
+            rows.append((entry.shard, entry.row))
+            tags.append(str(entry.cut.id).encode("utf-8"))
+            members.append(entry.member)
+            place = _describe(origin, shards[entry.shard] if shards else None, entry.row, str(entry.cut.id))
             by_key = dict.fromkeys(keys, UNREADABLE)
             try:
-                if one.problem:
-                    raise BrokenSequence(f"{place}: expected its {field}, got none: {one.problem}")
-                by_key = dict(lengths_of(one.cut, place))
+                if entry.problem:
+                    raise BrokenSequence(f"{place}: expected its {field}, got none: {entry.problem}")
+                by_key = dict(lengths_of(entry.cut, place))
             except BrokenSequence as error:
                 broken.append(str(error))
             for key in keys:

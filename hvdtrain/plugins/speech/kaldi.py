@@ -81,7 +81,7 @@ class KaldiFolder(IndexedDataset):
         return self._tables[name]
 
     def _is_text(self, file: str) -> bool:
-        return any(other == file and kind in ("characters", "words", "text") for other, kind in self._files.values())
+        return any(known == file and kind in ("characters", "words", "text") for known, kind in self._files.values())
 
     def _is_segmented(self, name: str) -> bool:
         return self._has_segments and self._files[name] == ("wav.scp", "sound")
@@ -136,10 +136,10 @@ class KaldiFolder(IndexedDataset):
         def measure(number: int) -> tuple[dict[str, int], dict[str, int]]:
             return {name: length(number) for name, length in lengths.items()}, {}
 
-        found = find_lengths(where, lambda: identity, lengths, size, measure, self._scanning)
-        if found.path is not None:
-            self.advice = f" (if the data has changed, remove {found.path})"
-        return found.lengths
+        measured = find_lengths(where, lambda: identity, lengths, size, measure, self._scanning)
+        if measured.path is not None:
+            self.advice = f" (if the data has changed, remove {measured.path})"
+        return measured.lengths
 
     def _has(self, file: str, ids: Array) -> bool:
         """Whether the folder has a table with a line for each of these ids."""

@@ -55,11 +55,11 @@ class TranscriptKeys(DatasetKeys):
                         "unknown-value", f"{name}.{unknown}: expected one of {', '.join(text_keys) or 'none'}, got it"
                     )
         for data_key in text_keys:
-            given = [name for name in ("vocabulary", "vocabulary_from") if self.of_key(name, data_key) is not None]
-            if len(given) != 1:
+            names = [name for name in ("vocabulary", "vocabulary_from") if self.of_key(name, data_key) is not None]
+            if len(names) != 1:
                 problems += problem(
-                    "missing" if not given else "conflict",
-                    f"vocabulary: expected either it or vocabulary_from for {data_key!r}, got {'both' if given else 'neither'} "
+                    "missing" if not names else "conflict",
+                    f"vocabulary: expected either it or vocabulary_from for {data_key!r}, got {'both' if names else 'neither'} "
                     "(all parts of a corpus need the same one, such as vocabulary_from = 'data/train/text'; units = None: "
                     "without texts)",
                 )
@@ -122,12 +122,12 @@ class KaldiFolderKeys(TranscriptKeys):
 
     def columns(self) -> dict[str, tuple[str, str]]:
         """By data key that `features` and `units` describe, the file and the kind."""
-        found = {}
+        files = {}
         if self.features is not None:
-            found["data"] = ("feats.scp", "kaldi_ark") if self.features == "feats" else ("wav.scp", "sound")
+            files["data"] = ("feats.scp", "kaldi_ark") if self.features == "feats" else ("wav.scp", "sound")
         if self.units is not None:
-            found["classes"] = ("text", self.units)
-        return found
+            files["classes"] = ("text", self.units)
+        return files
 
     def data_files(self) -> tuple[str, ...]:
         names = [

@@ -47,12 +47,12 @@ class SoundReader:
         if self._has_header(name, where):
             path = self._path(name)
             try:
-                found, problem = self._soundfile.info(path), damage_of_file(path)
+                info, problem = self._soundfile.info(path), damage_of_file(path)
             except (OSError, RuntimeError) as error:
                 raise BrokenSequence(f"{where}: expected a sound file, got {_reason(path, error)}") from None
             if problem:
                 raise BrokenSequence(f"{where}: expected a whole sound file, got {path}: {problem}")
-            return SoundInfo(found.frames, found.samplerate, found.channels)
+            return SoundInfo(info.frames, info.samplerate, info.channels)
         samples, rate = self._whole(name, where)
         return SoundInfo(len(samples), rate, samples.shape[1])
 

@@ -98,11 +98,11 @@ class SpeedPerturbation(Step):
         steps = numpy.arange(count) * factor.numerator
         places = steps // factor.denominator
         padded = numpy.pad(values.astype(numpy.float32), ((reach - 1, reach + 1), (0, 0)))
-        made = numpy.zeros((count, values.shape[1]), numpy.float32)
+        resampled = numpy.zeros((count, values.shape[1]), numpy.float32)
         weights = filters[steps % factor.denominator]
         for offset in range(2 * reach):
-            made += weights[:, offset, None] * padded[places + offset]
-        return made
+            resampled += weights[:, offset, None] * padded[places + offset]
+        return resampled
 
     def stream(self, stream: Stream) -> Stream:
         _check_sound("SpeedPerturbation", self.key, stream)
@@ -157,17 +157,17 @@ class AddNoise(Step):
         noise = self._noise.sequence(int(number * self._noise.num_sequences))["data"]
         if not len(noise):
             return values
-        taken = numpy.resize(numpy.roll(noise, -int(place * len(noise)), axis=0), values.shape)
-        power, of_noise = float(numpy.square(values).mean()), float(numpy.square(taken).mean())
+        piece = numpy.resize(numpy.roll(noise, -int(place * len(noise)), axis=0), values.shape)
+        power, of_noise = float(numpy.square(values).mean()), float(numpy.square(piece).mean())
         if not power or not of_noise:
             return values
-        return (values + taken * numpy.float32((power / of_noise) ** 0.5 * 10 ** (-ratio / 20))).astype(values.dtype)
+        return (values + piece * numpy.float32((power / of_noise) ** 0.5 * 10 ** (-ratio / 20))).astype(values.dtype)
 
     def stream(self, stream: Stream) -> Stream:
         _check_sound("AddNoise", self.key, stream)
-        found = self._noise.streams.get("data")
-        if found is None or found.shape != stream.shape or found.dtype.kind != "f":
-            got = "no data key 'data'" if found is None else f"{found.dtype} of shape {found.shape}"
+        noise = self._noise.streams.get("data")
+        if noise is None or noise.shape != stream.shape or noise.dtype.kind != "f":
+            got = "no data key 'data'" if noise is None else f"{noise.dtype} of shape {noise.shape}"
             raise DataError(f"AddNoise: expected noise like the sound, {stream.dtype} of shape {stream.shape}, got {got}")
         return stream
 
@@ -179,8 +179,8 @@ class TokensStep(Step):
 
     def __init__(self, keys: TokensKeys, datasets: Mapping[str, Dataset]) -> None:
         super().__init__(keys.key)
-        given = keys.of_key("vocabulary", keys.key), keys.of_key("vocabulary_from", keys.key)
-        self._encoder = text_encoder(str(keys.units), *given)
+        vocabularies = keys.of_key("vocabulary", keys.key), keys.of_key("vocabulary_from", keys.key)
+        self._encoder = text_encoder(str(keys.units), *vocabularies)
 
     def apply(self, values: Array, draw: Draw) -> Array:
         return self._encoder.encode(" ".join(map(str, values)), f"sequence {draw.index}")

@@ -51,9 +51,9 @@ class Table:
             ordered = self.ids[self._order]
             if len(twice := numpy.flatnonzero(ordered[:-1] == ordered[1:])):
                 first = int(self._order[twice].min())
-                other = int(numpy.flatnonzero(self.ids == self.ids[first])[-1])
+                repeated = int(numpy.flatnonzero(self.ids == self.ids[first])[-1])
                 name = self.ids[first].decode()
-                raise DataError(f"{path}, line {other + 1}: expected every id once, got {name!r} as in line {first + 1}")
+                raise DataError(f"{path}, line {repeated + 1}: expected every id once, got {name!r} as in line {first + 1}")
 
     def value(self, position: int) -> str:
         """What follows the id in a line, counted from 0."""
@@ -68,8 +68,8 @@ class Table:
         if not len(self.ids):
             return numpy.full(len(ids), -1)
         places = numpy.minimum(numpy.searchsorted(self.ids, ids, sorter=self._order), len(self.ids) - 1)
-        found = places if self._order is None else self._order[places]
-        return numpy.where(self.ids[found] == ids, found, -1)
+        rows = places if self._order is None else self._order[places]
+        return numpy.where(self.ids[rows] == ids, rows, -1)
 
     def where(self, position: int) -> str:
         """The file, the line and the id, for messages."""
@@ -79,10 +79,10 @@ class Table:
         """The first `count` numbers of a line. Raises: DataError."""
         fields = self.value(position).replace(",", " ").split()
         try:
-            found = [kind(field) for field in fields[:count]]
+            numbers = [kind(field) for field in fields[:count]]
         except ValueError:
-            found = []
-        if len(found) < count or min(found) < 0:
+            numbers = []
+        if len(numbers) < count or min(numbers) < 0:
             what = "a whole number" if kind is int else "a number"
             raise DataError(f"{self.where(position)}: expected {what} of 0 or more, got {self.value(position)[:80]!r}")
-        return found
+        return numbers

@@ -70,18 +70,18 @@ class UnitEncoder:
         return self._vocabulary.classes(self._split(text, where))
 
     def _split(self, text: str, where: str) -> list[str]:
-        found = self._units_of(text)
-        if self._known.issuperset(found):  # several times as fast as the check
-            return found
+        units = self._units_of(text)
+        if self._known.issuperset(units):  # several times as fast as the check
+            return units
         try:
-            self._vocabulary.check(found, where, text[:40])
+            self._vocabulary.check(units, where, text[:40])
         except DataError as error:
             raise BrokenSequence(str(error)) from None
-        return found
+        return units
 
     def _units_of(self, text: str) -> list[str]:
-        found = split(text, self._units)
-        return found if self._space == " " else [self._space if unit == " " else unit for unit in found]
+        units = split(text, self._units)
+        return units if self._space == " " else [self._space if unit == " " else unit for unit in units]
 
 
 class Tokens:
@@ -122,17 +122,17 @@ def _sentencepiece(path: str | Path) -> tuple[Callable[[str], list[int]], list[s
 def _tokenizer(path: str | Path) -> tuple[Callable[[str], list[int]], list[str]]:
     tokenizers = import_package("tokenizers", str(path))
     try:
-        made = tokenizers.Tokenizer.from_file(str(path))
-        made.no_truncation()  # which a tokenizer.json may ask for: a transcript is neither cut nor filled up
-        made.no_padding()
-        dropout = getattr(made.model, "dropout", None)
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()  # which a tokenizer.json may ask for: a transcript is neither cut nor filled up
+        tokenizer.no_padding()
+        dropout = getattr(tokenizer.model, "dropout", None)
     except Exception as error:  # the package raises Exception itself
         raise DataError(f"{path}: expected a tokenizer.json of Hugging Face, got: {error}") from None
     if dropout:
         raise DataError(f"{path}: expected a tokenizer without dropout, which changes the length of a text, got {dropout:g}")
-    highest = max(made.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
-    entries = [made.id_to_token(number) or "" for number in range(highest + 1)]
-    return lambda text: list(made.encode(text).ids), entries
+    highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
+    entries = [tokenizer.id_to_token(number) or "" for number in range(highest + 1)]
+    return lambda text: list(tokenizer.encode(text).ids), entries
 
 
 def text_encoder(units: str, vocabulary: Any, vocabulary_from: Any) -> TextEncoder:
@@ -143,10 +143,10 @@ def text_encoder(units: str, vocabulary: Any, vocabulary_from: Any) -> TextEncod
     if vocabulary_from is not None:
         path = Path(vocabulary_from)
         table = Table(path, may_be_empty=True)
-        found = {unit for position in range(len(table.ids)) for unit in split(table.value(position), kind)}
-        if not found:
+        known = {unit for position in range(len(table.ids)) for unit in split(table.value(position), kind)}
+        if not known:
             raise DataError(f"{path}: expected transcripts, got none")
-        return UnitEncoder(Vocabulary(str(path), sorted(found)), kind)
+        return UnitEncoder(Vocabulary(str(path), sorted(known)), kind)
     if isinstance(vocabulary, (str, Path)):
         if str(vocabulary).endswith((".model", ".json")):
             return Tokens(vocabulary)

@@ -13,10 +13,10 @@ from returnn.tensor import Tensor
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.optimizer_state import regroup
+from hvdtrain.plugins.forward.task import forward_all
 from hvdtrain.plugins.returnn.imports import WatchedImports
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
-from hvdtrain.tasks.tasks import forward_all
 
 CONFIG = """
 import returnn.frontend as rf

@@ -86,23 +86,23 @@ class Descriptions:
         learning-rate control continues from there, unless `use_learning_rate_control_always` is set. The learning rate in the
         `#config` of `network` itself is that of one epoch, as in RETURNN; its other keys hold for all further epochs.
         """
-        given = dict(self.of(epoch).layers.get("#config", {}))
+        keys = dict(self.of(epoch).layers.get("#config", {}))
         number = self.num_pretrain_epochs
         if epoch > max(1, number) and not callable(self._function):
-            given.pop("learning_rate", None)
+            keys.pop("learning_rate", None)
         first = self._config.float("learning_rate", 1.0)
         if number and not self._config.is_true("use_learning_rate_control_always"):
-            if "learning_rate" in given:
+            if "learning_rate" in keys:
                 raise ConfigError.of(
                     "conflict",
                     f"pretrain: expected a learning_rate in #config with use_learning_rate_control_always = True only, got it in "
                     f"epoch {epoch} (without that key, the rate is pretrain_learning_rate)",
                 )
             if epoch <= number:
-                given["learning_rate"] = self._config.float("pretrain_learning_rate", first)
+                keys["learning_rate"] = self._config.float("pretrain_learning_rate", first)
             elif epoch == number + 1:
-                given["learning_rate"] = first
-        return given
+                keys["learning_rate"] = first
+        return keys
 
 
 def _check_dict(name: str, layers: Any) -> dict[str, Any]:

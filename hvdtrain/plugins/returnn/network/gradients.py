@@ -80,8 +80,11 @@ class FeedableUpdater(Updater):  # type: ignore[misc]  # RETURNN has no types
         self.points = self._make_points(lambda of: [gradient for gradient, _ in compute(of, var_list)], var_list)
         # RETURNN lets constraints wait for gradients: for identities, as waiting for a fed tensor computes what is replaced.
         return [
-            (tf.identity(one) if tf.is_tensor(one) and not isinstance(one, tf.IndexedSlices) else one, variable)
-            for one, variable in zip(self.points.reduced, self.points.variables, strict=True)
+            (
+                tf.identity(gradient) if tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices) else gradient,
+                variable,
+            )
+            for gradient, variable in zip(self.points.reduced, self.points.variables, strict=True)
         ]
 
 
@@ -109,15 +112,15 @@ def points_of_ranks(
         points.counts = feedable(tf.stack([term.count for term in objective.normalized_terms]))
         points.totals, points.waited = time_exchange(messages.exchange_counts, points.counts, known)
         loss = objective.terms[0].value if points.divides_afterwards else objective.divided_by(points.totals)
-    own = compute(loss)
-    rows = tuple(number for number, gradient in enumerate(own) if isinstance(gradient, tf.IndexedSlices))
+    computed_here = compute(loss)
+    rows = tuple(number for number, gradient in enumerate(computed_here) if isinstance(gradient, tf.IndexedSlices))
     plan = Exchange(NormalizedLosses((), False), rows)
-    local = messages.local(own, plan)
+    local = messages.local(computed_here, plan)
     if scaled:
         points.scale = v1.placeholder_with_default(tf.ones([]), [])
         local = [map_values(gradient, lambda tensor: tensor * tf.cast(points.scale, tensor.dtype)) for gradient in local]
     points.local = [feedable(gradient) for gradient in local]
-    reduced, seconds = time_exchange(lambda own: messages.reduce(own, plan), points.local, known)
+    reduced, seconds = time_exchange(lambda local: messages.reduce(local, plan), points.local, known)
     points.traffic = tf.concat([[seconds], messages.num_bytes(points.local)], 0)
     if points.scale is not None:
         reduced = [map_values(gradient, lambda tensor: tensor / tf.cast(points.scale, tensor.dtype)) for gradient in reduced]
@@ -127,7 +130,7 @@ def points_of_ranks(
     constraints = [None] * len(reduced) if objective.constraints is None else compute(objective.constraints)
     points.reduced = [
         feedable(_with_constraint(None if computed is None else gradient, constraint, variable))
-        for gradient, computed, constraint, variable in zip(reduced, own, constraints, variables, strict=True)
+        for gradient, computed, constraint, variable in zip(reduced, computed_here, constraints, variables, strict=True)
     ]
     return points
 
@@ -175,7 +178,10 @@ HostGradient = Any
 
 def fetchable(gradients: Sequence[Any]) -> list[Any]:
     """Gradients in the form that a session returns: rows become pairs, None an empty list."""
-    return [[] if one is None else (one.values, one.indices) if isinstance(one, tf.IndexedSlices) else one for one in gradients]
+    return [
+        [] if gradient is None else (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else gradient
+        for gradient in gradients
+    ]
 
 
 def feed_of(points: Sequence[Any], values: Sequence[HostGradient]) -> dict[Any, Array]:
@@ -206,20 +212,20 @@ def _zeros(point: Any) -> HostGradient:
     return [] if point is None else numpy.zeros(point.shape.as_list(), point.dtype.as_numpy_dtype)
 
 
-def add(one: Sequence[HostGradient], other: Sequence[HostGradient]) -> list[HostGradient]:
+def add(first_set: Sequence[HostGradient], second_set: Sequence[HostGradient]) -> list[HostGradient]:
     """The sums of two sets of gradients; the rows of both are kept."""
-    return [_add(first, second) for first, second in zip(one, other, strict=True)]
+    return [_add(first, second) for first, second in zip(first_set, second_set, strict=True)]
 
 
-def _add(one: HostGradient, other: HostGradient) -> HostGradient:
-    if isinstance(one, tuple):
-        return numpy.concatenate([one[0], other[0]]), numpy.concatenate([one[1], other[1]])
-    return one if isinstance(one, list) else one + other
+def _add(first: HostGradient, second: HostGradient) -> HostGradient:
+    if isinstance(first, tuple):
+        return numpy.concatenate([first[0], second[0]]), numpy.concatenate([first[1], second[1]])
+    return first if isinstance(first, list) else first + second
 
 
 def divide(gradients: Sequence[HostGradient], divisor: float) -> list[HostGradient]:
     """Every gradient divided by a number."""
-    return [_change(one, lambda values: values / values.dtype.type(divisor)) for one in gradients]
+    return [_change(gradient, lambda values: values / values.dtype.type(divisor)) for gradient in gradients]
 
 
 def multiply(gradient: HostGradient, factor: float) -> HostGradient:

@@ -130,7 +130,7 @@ class NetworkGraph:
         self.variables = {variable.name.removesuffix(":0"): variable for variable in self.network.get_params_list()}
         names = {id(variable): name for name, variable in self.variables.items()}
         self.layers = [
-            (layer, {short: names[id(one)] for short, one in sorted(layer.params.items())})
+            (layer, {short: names[id(parameter)] for short, parameter in sorted(layer.params.items())})
             for layer in self.network.get_all_layers_deep()
         ]
         self._changed_by_graph = _assigned_names(self.graph, self.variables.values())
@@ -266,8 +266,8 @@ class NetworkGraph:
         """
         if self._outputs is None:
             with self.graph.as_default():
-                found = {name: self._layer(name, layer) for name, layer in layers.items()}
-                self._outputs = {name: output_of(layer) for name, layer in found.items()}
+                built = {name: self._layer(name, layer) for name, layer in layers.items()}
+                self._outputs = {name: output_of(layer) for name, layer in built.items()}
         return self._outputs
 
     def _layer(self, name: str, wanted: str | None) -> Any:
@@ -393,24 +393,27 @@ class _Parts:
         self.counts: list[Any] = [term.count for term in objective.normalized_terms]
         computed = [compute(loss) for loss in losses]
         constraints = None if objective.constraints is None else compute(objective.constraints)
-        found = [*computed, *([constraints] if constraints is not None else [])]
-        alike = [_alike(variable, column) for variable, column in zip(variables, zip(*found, strict=True), strict=True)]
-        found = [list(row) for row in zip(*alike, strict=True)]
-        self.sets = [fetchable(one) for one in found[: len(computed)]]
-        self.constraints = fetchable(found[-1]) if constraints is not None else None
+        sets = [*computed, *([constraints] if constraints is not None else [])]
+        alike = [_alike(variable, column) for variable, column in zip(variables, zip(*sets, strict=True), strict=True)]
+        sets = [list(row) for row in zip(*alike, strict=True)]
+        self.sets = [fetchable(row) for row in sets[: len(computed)]]
+        self.constraints = fetchable(sets[-1]) if constraints is not None else None
 
 
 def _alike(variable: Any, column: Sequence[Any]) -> list[Any]:
     """A variable's gradients of several losses in one form: rows if all are rows, else tensors; zeros for None."""
-    known = [one for one in column if one is not None]
+    known = [gradient for gradient in column if gradient is not None]
     if not known:
         return list(column)
-    if all(isinstance(one, tf.IndexedSlices) for one in known):
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in known):
         empty = tf.IndexedSlices(
             tf.zeros([0, *variable.shape[1:]], variable.dtype.base_dtype), tf.zeros([0], known[0].indices.dtype)
         )
-        return [empty if one is None else one for one in column]
-    return [tf.zeros(variable.shape, variable.dtype.base_dtype) if one is None else tf.convert_to_tensor(one) for one in column]
+        return [empty if gradient is None else gradient for gradient in column]
+    return [
+        tf.zeros(variable.shape, variable.dtype.base_dtype) if gradient is None else tf.convert_to_tensor(gradient)
+        for gradient in column
+    ]
 
 
 def _seeds(config: Any, epoch: int) -> tuple[int, int]:
@@ -464,7 +467,7 @@ class Score:
 
 def _score_names(fetches: Mapping[str, Any], network: Any) -> dict[str, Score]:
     """The scores that are fetched by their names: `score` and `error`, with the layer's name if there are several."""
-    found: dict[str, Score] = {}
+    scores: dict[str, Score] = {}
     for prefix, name in (("cost:", "score"), ("error:", "error")):
         keys = [key for key in fetches if key.startswith(prefix)]
         for key in keys:
@@ -472,8 +475,8 @@ def _score_names(fetches: Mapping[str, Any], network: Any) -> dict[str, Score]:
             holder = network.losses_dict[layer]
             is_minimized = prefix == "cost:" and holder.get_loss_value_for_objective() is not None
             scale = float(holder.loss.scale) if is_minimized else 0.0
-            found[name if len(keys) == 1 else f"{name}_{layer}"] = Score(key, f"loss_norm_factor:{layer}", scale)
-    return found
+            scores[name if len(keys) == 1 else f"{name}_{layer}"] = Score(key, f"loss_norm_factor:{layer}", scale)
+    return scores
 
 
 def numbers_of(names: Mapping[str, Score], fetched: Mapping[str, Any]) -> Array:
@@ -501,7 +504,7 @@ class Output:
 
     @property
     def fetches(self) -> list[Any]:
-        return [one for one in (self.values, self.sizes, self.scores) if one is not None]
+        return [tensor for tensor in (self.values, self.sizes, self.scores) if tensor is not None]
 
     def arrays(self, name: str, fetched: Sequence[Array]) -> dict[str, tuple[list[Array], list[int] | None]]:
         """What was fetched, as the outputs of sequences."""
@@ -509,10 +512,10 @@ class Output:
         sizes = others.pop(0) if self.sizes is not None else None
         if self.beam is None:
             return {name: (list(values), None if sizes is None else sizes.tolist())}
-        found = {name: (list(values.reshape(-1, self.beam, *values.shape[1:])), None)}
+        outputs = {name: (list(values.reshape(-1, self.beam, *values.shape[1:])), None)}
         if sizes is not None:
-            found[size_name(name, 1)] = list(sizes.reshape(-1, self.beam)), None
-        return {**found, f"beam_scores_{name}": (list(others[0]), None)}
+            outputs[size_name(name, 1)] = list(sizes.reshape(-1, self.beam)), None
+        return {**outputs, f"beam_scores_{name}": (list(others[0]), None)}
 
 
 def output_of(layer: Any) -> Output:

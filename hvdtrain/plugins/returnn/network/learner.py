@@ -178,10 +178,10 @@ class NetworkLearner(Learner):
         seen: set[str] = set()
         yield Layer("", "TFNetwork", {}, frozenset())
         for layer, names in self._graph.layers:
-            own = {short: name for short, name in names.items() if name not in seen}
-            seen.update(own.values())
-            shapes = {short: tuple(self._graph.variables[name].shape.as_list()) for short, name in own.items()}
-            trained = frozenset(short for short, name in own.items() if self._graph.kind(name) == "parameters")
+            new_names = {short: name for short, name in names.items() if name not in seen}
+            seen.update(new_names.values())
+            shapes = {short: tuple(self._graph.variables[name].shape.as_list()) for short, name in new_names.items()}
+            trained = frozenset(short for short, name in new_names.items() if self._graph.kind(name) == "parameters")
             yield Layer(layer.get_absolute_name(), str(layer.layer_class), shapes, trained)
 
     def export(self, batch: Batch, folder: Path) -> list[Exported]:
@@ -250,7 +250,7 @@ class NetworkLearner(Learner):
         if self.observer is not None:
             self.observer(self._dense(names, reduced))
         if self._check.is_needed:
-            invalid = [name for name, one in zip(names, reduced, strict=True) if not host.is_finite(one)]
+            invalid = [name for name, gradient in zip(names, reduced, strict=True) if not host.is_finite(gradient)]
             if not self._check.decide(not invalid, self._step - 1, lambda: invalid):
                 graph.set_step(self._step)
                 return
@@ -269,8 +269,8 @@ class NetworkLearner(Learner):
 
     def _dense(self, names: Sequence[str], reduced: Sequence[Any]) -> Iterator[tuple[str, Array]]:
         """Gradients by parameter name; rows become dense."""
-        for name, variable, one in zip(names, self._graph.points.variables, reduced, strict=True):
-            yield name, as_array(one, variable.shape.as_list())
+        for name, variable, gradient in zip(names, self._graph.points.variables, reduced, strict=True):
+            yield name, as_array(gradient, variable.shape.as_list())
 
     # Updates of several batches
 
@@ -300,7 +300,7 @@ class NetworkLearner(Learner):
 
     def _local(self, gradients: list[Any]) -> dict[Any, Any]:
         """What the session is fed for a rank's gradients before the exchange."""
-        return host.feed_of(self._graph.points.local, [self._scale_gradient(one) for one in gradients])
+        return host.feed_of(self._graph.points.local, [self._scale_gradient(gradient) for gradient in gradients])
 
     def _scale_gradient(self, gradient: Any) -> Any:
         return gradient if self._check.scale is None else host.multiply(gradient, self._check.factor)
@@ -314,7 +314,7 @@ class _Sum:
         self.counts = counts
 
     def plus(self, sets: list[list[Any]], counts: Array) -> _Sum:
-        added = [host.add(one, other) for one, other in zip(self.sets, sets, strict=True)]
+        added = [host.add(before, added_set) for before, added_set in zip(self.sets, sets, strict=True)]
         return _Sum(added, self.counts + counts)
 
     def combine(self, counts: Array) -> list[Any]:

@@ -40,8 +40,8 @@ def building(texts: Mapping[str, str], description: Mapping[str, Any]) -> Iterat
 
 
 def _config_error(error: Exception, printed: str, texts: Mapping[str, str], description: Mapping[str, Any]) -> ConfigError:
-    found = CREATING.search(printed)
-    layer = getattr(error, "layer_name", None) or (found.group(1) if found else None) or _layer_in_traceback(error)
+    match = CREATING.search(printed)
+    layer = getattr(error, "layer_name", None) or (match.group(1) if match else None) or _layer_in_traceback(error)
     reason = " ".join(str(error).split()) or "an assertion failed"
     kind = type(error).__name__
     where = "network" if layer is None else f"network: layer {layer!r}"
@@ -54,13 +54,13 @@ def _config_error(error: Exception, printed: str, texts: Mapping[str, str], desc
 
 def _layer_in_traceback(error: Exception) -> str | None:
     """The innermost layer that RETURNN was constructing."""
-    found, traceback = None, error.__traceback__
+    layer, traceback = None, error.__traceback__
     while traceback is not None:
         code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
         if code.co_name in ("construct_layer", "_construct_layer", "add_layer") and isinstance(names.get("name"), str):
-            found = names["name"]
+            layer = names["name"]
         traceback = traceback.tb_next
-    return found
+    return layer
 
 
 def _options_of(layer: str, description: Mapping[str, Any]) -> Any:

@@ -74,7 +74,7 @@ def _write_model(meta: Callable[[], bytes], path: Path, arrays: Mapping[str, Arr
                 prefix=bundle,
                 tensor_names=names,
                 shape_and_slices=[""] * len(names),
-                tensors=[tf.constant(arrays[one]) for one in names],
+                tensors=[tf.constant(arrays[name]) for name in names],
             )
         except tf.errors.OpError as error:
             raise OSError(str(error).splitlines()[0]) from error

@@ -62,8 +62,8 @@ class Networks:
     def keys(self, epoch: int) -> Mapping[str, Any]:
         """The keys with other values in an epoch, whose network is built for that."""
         self.begin_epoch(epoch)
-        given = self._descriptions.keys(epoch)
-        return given if self.graph.network.recurrent else {**given, **self._keys_of_frames(given)}
+        keys = self._descriptions.keys(epoch)
+        return keys if self.graph.network.recurrent else {**keys, **self._keys_of_frames(keys)}
 
     def load(self, prefix: str, epoch: int | None) -> None:
         """Load a checkpoint of TensorFlow into the network of its epoch. Raises: ValueError, if it does not fit."""
@@ -88,10 +88,10 @@ class Networks:
             )
         return graph
 
-    def _keys_of_frames(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _keys_of_frames(self, changed: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of batches for a network that is not recurrent. RETURNN then ignores chunks and limits of lengths, and a batch
         may have a sequence more than `max_seqs`."""
-        most = given.get("max_seqs", self.config.typed_value("max_seqs", -1))
+        most = changed.get("max_seqs", self.config.typed_value("max_seqs", -1))
         keys = {"frame_batches": True, "chunking": None, "max_seq_length": None, "min_seq_length": None, "max_pad_size": None}
         return keys if most in (None, -1) else {**keys, "max_seqs": most + 1}
 
@@ -149,18 +149,18 @@ def options_of_session(config: Config, threads: int, is_shared: bool) -> Mapping
     if is_shared or config.bool("decouple_constraints", False):
         # It would let operations that only wait for a fed gradient compute what the fed value replaces.
         rewriting: Any = importlib.import_module("tensorflow.core.protobuf.rewriter_config_pb2").RewriterConfig
-        given = options.get("graph_options", {})
-        graph = protos.GraphOptions(**given) if isinstance(given, Mapping) else deepcopy(given)
+        graph_options = options.get("graph_options", {})
+        graph = protos.GraphOptions(**graph_options) if isinstance(graph_options, Mapping) else deepcopy(graph_options)
         graph.rewrite_options.dependency_optimization = rewriting.OFF
         options["graph_options"] = graph
     visible = tf.config.get_visible_devices("GPU")
     options["device_count"] = {"GPU": len(visible), **options.get("device_count", {})}
     if visible:
-        given = options.get("gpu_options", {})
+        gpu_options = options.get("gpu_options", {})
         number = visible[0].name.rpartition(":")[2]
         options["gpu_options"] = (
-            protos.GPUOptions(**{"allow_growth": True, "visible_device_list": number, **given})
-            if isinstance(given, dict)
-            else given
+            protos.GPUOptions(**{"allow_growth": True, "visible_device_list": number, **gpu_options})
+            if isinstance(gpu_options, dict)
+            else gpu_options
         )
     return options

@@ -69,7 +69,7 @@ def objective_of(network: Any) -> Objective:
     for summand in _summands(constraints):
         (of_batch if depends_on_feed(summand) else alone).append(summand)
     if of_batch:
-        terms = (*terms, *(Term(one, tf.constant(0.0, tf.float64), is_normalized=False) for one in of_batch))
+        terms = (*terms, *(Term(term, tf.constant(0.0, tf.float64), is_normalized=False) for term in of_batch))
         losses = tf.add_n([losses, *of_batch])
         constraints = tf.add_n(alone) if alone else None
     return Objective(whole, losses, constraints, terms)
@@ -92,14 +92,14 @@ def _term(holder: Any) -> Term:
 
 def depends_on_feed(tensor: Any) -> bool:
     """Whether a tensor of a graph depends on a placeholder."""
-    found, left = set(), [tensor.op]
+    visited, left = set(), [tensor.op]
     while left:
         operation = left.pop()
-        if operation in found:
+        if operation in visited:
             continue
-        found.add(operation)
+        visited.add(operation)
         if operation.type.startswith("Placeholder"):
             return True
-        left += [one.op for one in operation.inputs]
+        left += [tensor_before.op for tensor_before in operation.inputs]
         left += operation.control_inputs
     return False

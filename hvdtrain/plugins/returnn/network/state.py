@@ -75,7 +75,7 @@ class NetworkState(StateBase):
 
     def _optimizer_name(self) -> str:
         updater = self._networks.graph.updater
-        return "" if updater is None else " ".join(type(one).__name__ for one in updater.optimizers.values())
+        return "" if updater is None else " ".join(type(optimizer).__name__ for optimizer in updater.optimizers.values())
 
     def _optimizer_entries(self) -> dict[str, Any]:
         graph = self._networks.graph

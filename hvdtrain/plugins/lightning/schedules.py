@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.lightning.given import Given
 
@@ -122,11 +124,21 @@ class Schedules:
     def state(self) -> dict[str, Any]:
         self.note_rates()  # a hook after the last update may have set them
         kept = {name: getattr(self, name) for name in ("rates", "epoch", "after_evaluation")}
-        return {"schedulers": [config.scheduler.state_dict() for config in self.configs], **kept}
+        of_module = {name: scheduler.state_dict() for name, scheduler in self._of_module().items()}
+        return {"schedulers": [config.scheduler.state_dict() for config in self.configs], "of_module": of_module, **kept}
+
+    def _of_module(self) -> dict[str, Any]:
+        """The schedulers that the module keeps for itself, by the names of its attributes."""
+        return {
+            name: one for name, one in vars(self._given.module).items() if isinstance(one, torch.optim.lr_scheduler.LRScheduler)
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         for config, kept in zip(self.configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(kept)
+        for name, scheduler in self._of_module().items():
+            if name in state.get("of_module", {}):
+                scheduler.load_state_dict(state["of_module"][name])
         self.rates, self.epoch = list(state["rates"]), state["epoch"]
         self.after_evaluation = state.get("after_evaluation", 0)
         self._set_rates()

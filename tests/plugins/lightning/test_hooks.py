@@ -114,12 +114,13 @@ class WithNumpy(Net):
     """Keeps its scheduler for itself, which computes rates with numpy."""
 
     def configure_optimizers(self) -> Any:
-        self.optimizer = torch.optim.Adam(self.parameters(), 0.1)
-        return self.optimizer
+        optimizer = torch.optim.Adam(self.parameters(), 0.1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.cos(0.01 * step))
+        return optimizer
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        self.optimizer.param_groups[0]["lr"] = 0.1 * numpy.cos(0.01 * self.global_step)
+        self.schedule.step()
 
 
 class Replaces(Net):

@@ -40,6 +40,8 @@ class Engine:
 
     Args:
         session: train is the first of its datasets; the others are evaluated after every epoch. Its progress is kept up to date.
+        rates: the learning rates of epochs and steps.
+        limits: when training ends, and how often it saves and evaluates.
         reporters: receive the reports of finished epochs and the records of steps.
         step_log: logs the progress within an epoch.
         recorders: called before every step.
@@ -76,7 +78,8 @@ class Engine:
         has_services = bool(reporters.services)
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, evaluated, has_services)
         self._is_idle = False  # whether this rank had no batch in the last step, or an evaluation changed what is trained
-        self._before_evaluation: dict[str, Any] | None = None  # the callbacks' state; None: no evaluation would be repeated
+        # Their state before an evaluation that a resumed training repeats; None: it would repeat none.
+        self._callbacks_before: dict[str, Any] | None = None
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
         self._within = EvaluationWithin(session, self._training, step_log, self._step_numbers, self._clock, reporters.evaluations)
         self._scores = TrainScores(comm, learner, limits.finite, session.reducer.gradients.keeps_ranks_alike)
@@ -102,7 +105,7 @@ class Engine:
             except StopNow as stop:  # the data is closed, and each rank has its own trained model
                 raise self._stop(stop.status) from None
             end = self._limits.end_after_epoch(self._progress)
-        self._finish()
+        self._await_background()
         self._training.stopped_by = end
         self._notifier.notify("on_stop")
         log.info(f"Finished training in epoch {self._progress.epoch}{f': {end}' if end else ''}.")
@@ -131,15 +134,15 @@ class Engine:
         self._is_idle = self._is_idle or (self._comm.size > 1 and trained_before != self._learner.trained_now())
         self._training.scores = scores
         if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
-            self._save()  # the watchdog may end what takes very long
+            self._save()  # before the callback, as the watchdog may end one that takes very long
         scores = {**scores, **name_scores("train", self._notifier.notify_of_scores("on_epoch_end"))}
         self._training.scores = scores
-        self._note_finish()
+        self._note_early_end()
 
         report = epoch_report(epoch, self._train, self._session, scores, losses, *self._gather_times())
         states = {"is_updated": report.is_updated, "is_diverged": bool(report.diverged)}
         progress.finish_epoch(EpochRecord(number, epoch.learning_rate, scores, losses, **states), as_line(report))
-        self._before_evaluation = None
+        self._callbacks_before = None
         mistake = self._limits.mistake(progress.history) or skipped_error(progress.history)
         log_training(report)
         is_last = number >= self._limits.num_epochs or self._limits.end_after_epoch(progress) is not None
@@ -151,10 +154,10 @@ class Engine:
         with self._notifier.reporting(number):
             if (pruned := self._reporters.serve(report)) is not None:
                 self._training.prune(pruned)
-        if self._note_finish():
+        if self._note_early_end():
             self._save(is_end=True)
         if mistake is not None:
-            self._finish()
+            self._await_background()
             raise mistake
 
     def _train_epoch(self, epoch: TrainingEpoch) -> None:
@@ -174,7 +177,7 @@ class Engine:
                     break
                 planned = counts.with_batch(steps[0])  # a rank with any batch has one in the first step
                 self._session.reducer.gradients.begin_update(planned)
-                begun = epoch.continuous  # the position at its first step: the rate does not depend on the later ones
+                epochs_done = epoch.continuous  # at its first step: the rate does not depend on the later ones
                 has_batch = False
                 for step in steps:
                     batch = self._next(batches, current)
@@ -184,7 +187,7 @@ class Engine:
                             self._notifier.notify_idle_step()
                         self._learner.backward(batch, completes_update=step == steps[-1])
                         if step == steps[-1]:
-                            self._update(epoch, begun)
+                            self._update(epoch, epochs_done)
                     progress.step += 1
                     self._is_idle = batch is None
                     # With random_seed_offset, every rank goes through all data and has a separate position.
@@ -236,9 +239,9 @@ class Engine:
             record(current.epoch, self._progress.step, batch.indices)
         return batch.if_any
 
-    def _update(self, epoch: TrainingEpoch, begun: float) -> None:
-        """Update the parameters. `begun`: the number of epochs done before the first step of the update."""
-        rate = self._rates.step_rate(self._progress.step, begun, epoch.learning_rate)
+    def _update(self, epoch: TrainingEpoch, epochs_done: float) -> None:
+        """Update the parameters. `epochs_done`: the number of epochs done before the first step of the update."""
+        rate = self._rates.step_rate(self._progress.step, epochs_done, epoch.learning_rate)
         self._learner.update(rate)
         self._training.learning_rate = rate
         epoch.current.rates.add(rate)
@@ -270,7 +273,7 @@ class Engine:
     def _evaluate(self, current: EpochProgress, scores: dict[str, float]) -> dict[str, float]:
         """Collective. The scores of training, and those of the other datasets."""
         self._training.scores = scores
-        self._before_evaluation = self._notifier.state()  # a training that is stopped from here on repeats the evaluation
+        self._callbacks_before = self._notifier.state()  # a training that is stopped from here on repeats the evaluation
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._evaluated.use(), self._phase.evaluating(feed.name):
                 self._notifier.notify_of_evaluation()
@@ -282,7 +285,7 @@ class Engine:
         self._evaluated.forget_changes()
         self._control.evaluated(self._progress.step)
         if not current.trained:
-            self._before_evaluation = None
+            self._callbacks_before = None
         return scores
 
     def _gather_times(self) -> tuple[list[Mapping[str, float]], list[float]]:
@@ -313,32 +316,33 @@ class Engine:
         """Collective. End with a checkpoint. Returns the error to raise."""
         reason = self._control.stop_reason()
         self._save(is_end=True)
-        self._finish()
+        self._await_background()
         self._training.stopped_by = reason
         self._notifier.notify("on_stop")
         return stopped_by(reason, self._progress, status)
 
     def _save(self, is_end: bool = False) -> None:
-        """Collective. Write a checkpoint, with which the training may end; once more if a callback ends training in `on_save`."""
-        self._note_finish()
-        before = self._before_evaluation
-        self._progress.callbacks = self._notifier.state() if before is None else before
+        """Collective. Write a checkpoint; once more if a callback ends training in `on_save`, so that the last one says so.
+
+        Args:
+            is_end: whether the training ends with it.
+        """
+        self._note_early_end()
+        callbacks = self._callbacks_before
+        self._progress.callbacks = self._notifier.state() if callbacks is None else callbacks
         state = self._learner.state
-        with (
-            self._phase.evaluating(None),
-            self._evaluated.without_changes(),
-            state.trained_weights(),
-        ):  # an evaluation may be under way
+        # An evaluation may be under way: the checkpoint has the weights that are trained, not those that are evaluated.
+        with self._phase.evaluating(None), self._evaluated.without_changes(), state.trained_weights():
             self._saving.save([self._train, *self._evaluations], is_end)
             self._control.save.done(self._progress.step)
-        if self._note_finish():
+        if self._note_early_end():
             self._save(is_end or self._progress.current is None)
 
-    def _note_finish(self) -> bool:
-        """Collective. Note if a callback or a service of some rank ends training after this epoch, so that a checkpoint has it.
+    def _note_early_end(self) -> bool:
+        """Collective. Note in the progress if a callback or a service of some rank ends training after this epoch.
 
         Returns:
-            Whether that is new.
+            Whether this is new, so that a checkpoint has to be written with it.
         """
         if not self._notifier.may_finish:
             return False
@@ -349,7 +353,7 @@ class Engine:
             self._progress.finished = reason, self._limits.num_epochs
         return self._progress.finished != before
 
-    def _finish(self) -> None:
+    def _await_background(self) -> None:
         """Collective. Wait for the last exchange of requests, and for checkpoints that are written in the background."""
         self._control.finish()
         self._saving.finish()

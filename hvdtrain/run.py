@@ -33,8 +33,10 @@ from hvdtrain.training.session import Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, open_step_log
 
 RECORDERS: Registry[Callable[[Settings, Session], AbstractContextManager[StepRecorder | None]]] = Registry("recorders")
+"""What plug-ins do before every step, such as writing down its sequences."""
+
 FINAL_MODELS: Registry[Callable[[Settings, Session, StepLog], Sequence[Average]]] = Registry("final_models")
-"""Those of plug-ins."""
+"""What plug-ins make of the checkpoints after the last epoch, such as averages of them."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,13 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         if settings.run.overfit_batches is not None:
             session = repeat_batches(session, settings.run.overfit_batches)
         limits = replace(open_limits(settings, session.epochs), mistake=partial(wrong_scores, settings))
-        before = session.progress.epoch
+        epochs_before = session.progress.epoch
         hosts = gather_hosts(session)
         announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
         session = replace(session, goodput=open_goodput(settings, session, began))
         start = record_start(settings, session, hosts)
+        # The last start may have been killed before it wrote best.json, or had other keys for what is best.
         on_rank_zero(session.comm, lambda: session.best.update(session.best.records(session.progress)), name="best")
         session.interrupt.defer()  # from here on, a signal ends the training after an update, with a checkpoint
         if session.comm.rank == 0:
@@ -104,11 +107,12 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
                 opened = [recording.enter_context(open_recorder(settings, session)) for open_recorder in RECORDERS.values()]
                 recorders = [recorder for recorder in opened if recorder is not None]
                 pruned = Engine(session, rates, limits, reporters, step_log, recorders, callbacks).run()
-        else:  # it may have been killed before Optuna knew
+        else:  # the last start may have been killed before Optuna knew
             pruned = pruned_before(limits.end_after_epoch(session.progress))
         averages = [average for make in FINAL_MODELS.values() for average in make(settings, session, step_log)]
         progress = session.progress
-        log_end(settings, session, progress.epoch - before)
+        num_epochs = progress.epoch - epochs_before
+        log_end(settings, session, num_epochs)
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
         best = session.best.summary(session.best.records(progress))
-        return Trained(session.learner, list(progress.history), best, checkpoint, progress.epoch - before, averages, pruned)
+        return Trained(session.learner, list(progress.history), best, checkpoint, num_epochs, averages, pruned)

@@ -31,6 +31,8 @@ class Saver(SaverBase):
     are averaged, and within an epoch BatchNorm's statistics, the parameters between two averages, and messages under way. The
     model that rank 0 writes is the average, from which a training continues on a different number of ranks. Computing it does not
     change the training, so results do not depend on when and how often checkpoints are written.
+
+    `SaverBase` describes the methods; `training/saving.py` calls `prepare` and then `save`.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Saver(SaverBase):
         self._local = local
         self._writing: Future[None] | None = None  # on rank 0
         self._is_writing = False  # on all ranks
-        self._last: Path | None = None  # the model's file of the last one that this start has written
+        self._last: Path | None = None  # the model's file of the last checkpoint that this start has written
 
     def prepare(self, check: Callable[[], object] = lambda: None) -> list[RankState]:
         self._sync.flush(self._state)
@@ -120,6 +122,7 @@ class Saver(SaverBase):
 
     @property
     def _is_local_awaited(self) -> bool:
+        """Whether training waits until a checkpoint is on a local disk, from which it is copied in the background."""
         return self._local is not None and self._local.is_awaited
 
     def _write(self, target: Checkpoint, contents: CheckpointContents | FilesOnDisk, progress: Progress) -> None:

@@ -1,6 +1,6 @@
 """The communicator: the collectives that a rank can call, and functions built from these collectives.
 
-`Communicator` is the interface of all transports (`horovod`, `torch_dist`), and of a job of one rank (`single.py`).
+`Communicator` is the interface of all transports (`torch_dist.py`, the plug-in `horovod`) and of one process (`single.py`).
 The functions after it (`all_reduce`, `together`, `gather_together`, `on_rank_zero`) work with any communicator.
 """
 
@@ -37,6 +37,7 @@ class Communicator(Protocol):
     `name` identifies the operation in Horovod's stall report and timeline.
 
     Attributes:
+        local_rank, local_size: this rank's number among those of its host, and how many these are.
         sent: bytes of the tensors that this rank has handed to `start`, except while a graph was traced. (With the usual ring of
             N ranks, each of them sends 2 (N - 1) / N of these over the network.)
         transport: what connects the ranks, such as "Horovod over MPI".

@@ -164,8 +164,9 @@ class Feed:
         )
 
     def _lengths_of_order(self, keys: OrderKeys, epoch: int, lengths: Mapping[str, Array]) -> Mapping[str, Array] | None:
-        """The lengths that order and choose an epoch's sequences, if they are not its own: those of all epochs that share out the
-        sequences must be the same.
+        """The lengths by which an epoch's sequences are ordered and chosen; None: its own.
+
+        Epochs that share out the sequences (`partition_epoch`) must order them alike, so all take those of the first of them.
         """
         dataset = self.dataset
         if lengths is dataset.lengths or dataset.has_fixed_order:
@@ -210,7 +211,8 @@ class Feed:
         Args:
             staging: the learner's; None: batches are not copied to a device ahead.
 
-        A batch that does not match the plan, the dataset or the config is raised as a DataError.
+        Raises:
+            DataError: when it comes to a batch that does not match the plan, the dataset or the config.
         """
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
@@ -224,7 +226,7 @@ class Feed:
         has_items = dataset.collate is not None
 
         # A generator: it turns a StopIteration of the user's code into an error, where `map` would silently stop.
-        def arrays() -> Iterator[Batch]:
+        def read_all() -> Iterator[Batch]:
             for number, indices in enumerate(batches):
                 try:
                     draws = batches.draws(number) if isinstance(batches, RankBatches) and self.dataset.is_stochastic else None
@@ -234,17 +236,17 @@ class Feed:
                     if has_items and len(batch.indices):
                         batch = dataset.collated(batch)
                 except StopIteration as error:
-                    raise ended_iterator_error(f"{self.name}, sequences {_some(indices)}", error) from error
+                    raise ended_iterator_error(f"{self.name}, sequences {_first_few(indices)}", error) from error
                 except UnlikeError as error:
                     raise DataError(f"{self.name}: {error}") from None
                 except HvdtrainError:
                     raise
                 except BaseException as error:
-                    error.add_note(f"in a batch of {self.name}, sequences {_some(indices)}")
+                    error.add_note(f"in a batch of {self.name}, sequences {_first_few(indices)}")
                     raise
                 yield batch if staging is None else staging.pin(batch)
 
-        return ReadAhead(arrays(), depth=ahead_of, begin=None if staging is None else staging.send)
+        return ReadAhead(read_all(), depth=ahead_of, begin=None if staging is None else staging.send)
 
     def _read_batch(
         self, dataset: Dataset, check: BatchCheck, packed: Collection[str], indices: Array, draws: Array | None
@@ -253,15 +255,15 @@ class Feed:
 
         Args:
             packed: the data keys without padding.
-            draws: how often the epoch has each of these sequences before; None: it does not matter.
+            draws: how often the epoch has had each of these sequences before; None: it does not matter.
         """
 
         def read(rows: slice | Array) -> Batch:
-            around = dataset
+            source = dataset
             if draws is not None and draws[rows].any():
                 again = draws[rows]
-                around = dataset.drawn(again) if isinstance(dataset, PartsOfSequences) else Redrawn(dataset, again)
-            batch = around.batch(indices[rows], packed)
+                source = dataset.drawn(again) if isinstance(dataset, PartsOfSequences) else Redrawn(dataset, again)
+            batch = source.batch(indices[rows], packed)
             if self.broken.limit:
                 check_finite(batch)
             return batch
@@ -288,10 +290,11 @@ class Feed:
 
 
 FEW_TAGS = 5
-"""How many tags of a batch a message lists."""
+"""How many tags (or indices) of a batch's sequences a message lists."""
 
 
-def _some(indices: Array) -> str:
+def _first_few(indices: Array) -> str:
+    """The indices that begin a batch, for a message."""
     few = indices[:FEW_TAGS] if indices.ndim == 1 else indices[:FEW_TAGS, 0]
     return ", ".join(map(str, few.tolist())) + (", ..." if len(indices) > FEW_TAGS else "")
 

@@ -110,7 +110,7 @@ class GradientExchange:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are several ranks, and gradients are exchanged at least in some steps."""
+        """Whether there are several ranks that exchange gradients in at least some steps."""
         return self._comm.size > 1 and self.steps != 0
 
     @property
@@ -157,9 +157,8 @@ class GradientExchange:
 
     def agree(self, value: T | None, former: T | None = None) -> T:
         """The first value that is not None, by rank; if all are None, the former one. Called a few times in a training."""
-        values = (
-            self._comm.gather(value, name="agree") if self.is_active else [value]
-        )  # without an exchange, only a rank with a batch calls this
+        # Without an exchange, only a rank with a batch calls this.
+        values = self._comm.gather(value, name="agree") if self.is_active else [value]
         agreed = next((known for known in (*values, former) if known is not None), None)
         if agreed is None:
             error = BrokenSequence(
@@ -169,7 +168,7 @@ class GradientExchange:
         return agreed
 
     def count_graph(self, seconds: float, float32: int, others: int) -> None:
-        """Count the waiting seconds and sent bytes that a graph reports, as they cannot be measured from outside."""
+        """Count the waiting seconds and sent bytes that a graph (of TensorFlow) reports: they cannot be measured from outside."""
         if self.is_active:
             self._timer.book("communication", seconds)
             self.compressor.count_graph_bytes(float32, others)

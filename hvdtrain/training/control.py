@@ -21,15 +21,16 @@ from hvdtrain.training.vote import NONE, Requests, Vote
 
 class Interval:
     """When something (a save, an evaluation) is due within an epoch: after every N steps, or N minutes after it was last done. It
-    stays due until it was done.
+    stays due until it is done.
 
-    The first follows from the steps, so that all ranks decide alike. One rank measures the age and requests it.
+    The steps are the same on all ranks, which so decide alike (`is_due`). Their clocks are not: one rank measures the minutes,
+    requests it (`is_wanted`), and all ranks take up the request after the same update (`count`).
 
     Args:
         steps: after every N steps of the whole training; None: not after certain steps.
-        minutes: when it was last done so long ago, or a function that returns this; None: not by the clock.
+        minutes: the number of minutes after which it is due again, or a function that returns it; None: not by the clock.
         step: the number of steps of the whole training so far.
-        has_clock: whether this rank measures the age.
+        has_clock: whether this rank measures the minutes.
     """
 
     def __init__(
@@ -55,13 +56,14 @@ class Interval:
         return self._is_requested or (every is not None and step // every > self._done_step // every)
 
     def is_wanted(self) -> bool:
+        """Whether this rank requests it, as it was last done too long ago."""
         if self._minutes is None or not self._has_clock:
             return False
         minutes = self._minutes() if callable(self._minutes) else self._minutes
         return self.age >= 60 * minutes
 
     def count(self, requests: int) -> None:
-        """Take up the result of an exchange."""
+        """Take up the number of ranks that requested it in an exchange."""
         self._is_requested = self._is_requested or (bool(requests) and not self._is_old_request)
         self._is_old_request = False
 
@@ -71,6 +73,7 @@ class Interval:
         return self._clock() - self._done_at
 
     def done(self, step: int) -> None:
+        """It was done after a step of the whole training."""
         self._done_at = self._clock()
         self._done_step = step
         self._is_requested = False
@@ -111,7 +114,7 @@ class StopNow(Exception):
 
 
 class Control:
-    """Decides for all ranks alike.
+    """Decides for all ranks alike whether they stop, save or evaluate.
 
     Args:
         training: what the callbacks of this rank ask for.
@@ -173,7 +176,7 @@ class Control:
         return epoch % self._save_epochs == 0 or is_last
 
     def is_save_worthwhile(self, seconds: float) -> bool:
-        """Collective. Whether so many seconds of training are not saved."""
+        """Collective. Whether at least so many seconds of training would be lost without a checkpoint."""
         return bool(self._comm.gather(self.save.age, name="age")[0] >= seconds)
 
     def stop_reason(self) -> str:
@@ -186,7 +189,7 @@ class Control:
         self._vote.finish()
 
     def _requests(self) -> Requests:
-        """Those of this rank."""
+        """This rank's requests, for an exchange that starts."""
         reason = self._stop_reason()
         by_hand = reason == "SIGINT"
         return Requests(

@@ -63,9 +63,8 @@ class Plan:
 
     @cached_property
     def draws(self) -> Array | None:
-        """For every element of `order`, how often the epoch has it (of a piece: its sequence) before, int64 of shape (elements,);
-        None: each is there once.
-        """
+        """For every element of `order`, how often the epoch has had it (of a piece: its sequence) before, int64 of shape
+        (elements,); None: each is there once. Random data is drawn anew each time."""
         elements = self.order[:, 0] if self.cuts_frames else self.order
         is_new = self.order[:, 1] == 0 if self.cuts_frames else numpy.ones(len(elements), dtype=bool)
         if not len(elements) or numpy.bincount(elements[is_new]).max(initial=0) <= 1:
@@ -147,7 +146,7 @@ class RankBatches(Sequence[Array]):
         return len(self._numbers)
 
     def draws(self, index: int) -> Array | None:
-        """Those of a batch of `Plan.draws`."""
+        """`Plan.draws` of the elements of a batch."""
         draws = self._plan.draws
         bounds = self._plan.bounds
         number = self._numbers[index]
@@ -198,16 +197,16 @@ def plan(
     Raises:
         DataError: none of the epoch's sequences is left, or the keys of the order or the cost do not fit the data.
     """
-    constant = lengths if lengths_of_order is None else lengths_of_order
-    by = sorting_lengths(constant)
+    order_lengths = lengths if lengths_of_order is None else lengths_of_order
+    sort_by = sorting_lengths(order_lengths)
     if mix is not None:
-        in_use = numpy.arange(len(by)) if subset is None else subset
-        in_use = select_by_length(constant, in_use, batch_keys.min_seq_length, batch_keys.max_seq_length)
-        ordered = order_mixed(by, order_keys, epoch, mix, in_use)
+        in_use = numpy.arange(len(sort_by)) if subset is None else subset
+        in_use = select_by_length(order_lengths, in_use, batch_keys.min_seq_length, batch_keys.max_seq_length)
+        ordered = order_mixed(sort_by, order_keys, epoch, mix, in_use)
     elif window is None:
-        ordered = order(by, order_keys, epoch, subset, file_bounds)
+        ordered = order(sort_by, order_keys, epoch, subset, file_bounds)
     else:
-        ordered = order_in_windows(by, order_keys, epoch, window)
+        ordered = order_in_windows(sort_by, order_keys, epoch, window)
     indices = select_by_length(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
     if chunks is not None:
         indices = chunks.numbers_of(indices)
@@ -232,7 +231,7 @@ def _reorder(plan: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, batc
     """The plan with its batches in random order.
 
     Args:
-        sizes: of sequences, which say how much time they take.
+        sizes: by data key, of sequences: a measure of the time that they take.
     """
     generator = numpy.random.RandomState([seed_of(order_keys, epoch), part_of(order_keys, epoch)])
     if batch_keys.balance_ranks:

@@ -47,7 +47,7 @@ class Gradients:
         self._stream = GradientStream(trained, exchange, bucket_bytes, owners)
         self._loss_gradients = LossGradients(self._parameters)
         self._normalized: NormalizedLosses | None = None  # known after the first step
-        self._checked: Marks | None = None  # those of a step that were compared with it
+        self._checked: Marks | None = None  # the marks last compared with `_normalized`
         self._begins_epoch = True
         self._counts: Counts | None = None  # of the normalized losses, over this rank's batches since the last update
         self._count_handle: Any = None  # the reduction of the count by which reduced gradients are divided

@@ -13,7 +13,7 @@ from typing import Any, Literal, TextIO, get_args, get_origin
 from hvdtrain.cli import ASKS_TO_COMPLETE, COMMANDS
 from hvdtrain.comm import this_process
 from hvdtrain.config.absent import import_part
-from hvdtrain.config.command_line import OPTIONS
+from hvdtrain.config.command_line import OPTIONS, command_parser
 from hvdtrain.config.keys import Key, declared_keys
 
 SET_UP = 'eval "$(register-python-argcomplete hvdtrain)"'
@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
     """Answer a shell, or say how to make it ask; returns the exit status."""
     words = words_to_complete(this_process.environment())
     if words is None:
+        command_parser("completion", "Say how a shell is made to complete commands, options and keys.", "").parse_args(arguments)
         print(f"{SET_UP}  # in ~/.bashrc; zsh: after autoload -U bashcompinit && bashcompinit")
         return 0
     return complete(words)

@@ -127,10 +127,10 @@ class Engine:
             check_elements(current.scores)
             warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
             note_missing_parts(self._train, current.scores.counts())
-        losses = current.scores.scales() or dict(minimized_in(progress.history))
+        loss_scales = current.scores.scales() or dict(minimized_in(progress.history))
         trained_before = self._check_trained()  # before the model of this epoch is saved
         train_scores = name_scores("train", self._learner.epoch_scores.compute(self._comm, current.scores, "train"))
-        scores = with_totals(self._evaluate(current, train_scores), losses)
+        scores = with_totals(self._evaluate(current, train_scores), loss_scales)
         self._is_idle = self._is_idle or (self._comm.size > 1 and trained_before != self._learner.trained_now())
         self._training.scores = scores
         if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
@@ -139,9 +139,9 @@ class Engine:
         self._training.scores = scores
         self._note_early_end()
 
-        report = epoch_report(epoch, self._train, self._session, scores, losses, *self._gather_times())
+        report = epoch_report(epoch, self._train, self._session, scores, loss_scales, *self._gather_times())
         states = {"is_updated": report.is_updated, "is_diverged": bool(report.diverged)}
-        progress.finish_epoch(EpochRecord(number, epoch.learning_rate, scores, losses, **states), as_line(report))
+        progress.finish_epoch(EpochRecord(number, epoch.learning_rate, scores, loss_scales, **states), as_line(report))
         self._callbacks_before = None
         mistake = self._limits.mistake(progress.history) or skipped_error(progress.history)
         log_training(report)
@@ -259,10 +259,10 @@ class Engine:
         current = epoch.current
         self._scores.gather(current)
         self._clock.count(current)
-        losses = current.scores.scales()
+        loss_scales = current.scores.scales()
         with self._within.apart(), self._evaluated.use():
-            scores = with_totals(self._evaluate(current, {}), losses)
-        saved = self._within.report(epoch, scores, losses, [feed.name for feed in self._evaluations])
+            scores = with_totals(self._evaluate(current, {}), loss_scales)
+        saved = self._within.report(epoch, scores, loss_scales, [feed.name for feed in self._evaluations])
         if saved is not None:
             self._training.checkpoint = saved.model_file
             self._notifier.notify("on_save")
@@ -299,7 +299,7 @@ class Engine:
         note that an evaluation is due."""
         phase = self._phase
         decision = self._control.poll(self._phase)
-        if decision.report:
+        if decision.not_finite:
             raise self._scores.not_finite_error(current)
         if decision.compare:
             self._saving.compare_weights()

@@ -123,7 +123,7 @@ class Learner(ABC):
 
     @abstractmethod
     def _update(self, learning_rate: float) -> None:
-        """As `update`."""
+        """`update`, without its check of what is trained."""
 
     def flush(self) -> None:
         """Wait until the outcome of every update is known: applied or skipped. Called by all ranks at the end of an epoch and

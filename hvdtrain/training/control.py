@@ -87,18 +87,18 @@ class Decision(NamedTuple):
         stop: the exit status with which the training stops; None: it goes on.
         save: write a checkpoint.
         evaluate: evaluate within the epoch.
-        report: end with an error about a loss that is not finite.
+        not_finite: end with an error about a loss that is not finite.
         compare: compare the ranks' weights, whose checksums differ.
     """
 
     stop: int | None
     save: bool
     evaluate: bool
-    report: bool
+    not_finite: bool
     compare: bool
 
 
-GO_ON = Decision(stop=None, save=False, evaluate=False, report=False, compare=False)
+GO_ON = Decision(stop=None, save=False, evaluate=False, not_finite=False, compare=False)
 
 
 class StopNow(Exception):
@@ -164,7 +164,7 @@ class Control:
             return GO_ON
         counted = exchanged or NONE
         status = BY_CTRL_C if counted.stop_by_hand else TO_BE_CONTINUED if counted.stop else None
-        return Decision(status, saves, evaluates, bool(counted.report), bool(counted.compare))
+        return Decision(status, saves, evaluates, bool(counted.not_finite), bool(counted.compare))
 
     def evaluated(self, step: int) -> None:
         """All datasets were evaluated after a step of the whole training."""
@@ -196,7 +196,7 @@ class Control:
             stop=int(reason is not None and not by_hand),
             stop_by_hand=int(by_hand),
             save=int(self.save.is_wanted()),
-            report=int(self._scores.take_not_finite()),
+            not_finite=int(self._scores.take_not_finite()),
             evaluate=int(self.evaluation.is_wanted()),
         )
 

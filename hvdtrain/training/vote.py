@@ -49,7 +49,7 @@ class Requests(NamedTuple):
         stop: end the training with a checkpoint, except after Ctrl-C.
         stop_by_hand: the same after Ctrl-C.
         save: write a checkpoint.
-        report: report a loss that is not finite.
+        not_finite: end with an error about a loss that is not finite.
         evaluate: evaluate within the epoch.
         compare: the ranks' checksums differ.
     """
@@ -57,7 +57,7 @@ class Requests(NamedTuple):
     stop: int = 0
     stop_by_hand: int = 0
     save: int = 0
-    report: int = 0
+    not_finite: int = 0
     evaluate: int = 0
     compare: int = 0
 

@@ -251,17 +251,17 @@ def _with_largest_first(plan: Plan, lengths: Mapping[str, Array], group: int) ->
     Args:
         group: the number of successive batches that stay together, as they are of similar size.
     """
-    numbers = numpy.arange(plan.num_batches)
-    whole = plan.num_batches // group  # an incomplete group stays last
-    if not whole:
+    num_groups = plan.num_batches // group  # an incomplete group stays last
+    if not num_groups:
         return plan
-    costs = _costs(plan, lengths)[: whole * group].reshape(whole, group, 2).max(axis=1)
+    in_groups, rest = numpy.split(numpy.arange(plan.num_batches), [num_groups * group])
+    costs = _costs(plan, lengths)[: len(in_groups)].reshape(num_groups, group, 2).max(axis=1)
     first: dict[int, None] = {}
     for column in costs.T:
         first |= dict.fromkeys(numpy.argsort(-column, kind="stable")[: -(-FIRST // group)].tolist())
-    groups = [*first, *(number for number in range(whole) if number not in first)]
-    order = numpy.concatenate([numbers[: whole * group].reshape(whole, group)[groups].reshape(-1), numbers[whole * group :]])
-    return plan.with_batches(order)
+    groups = [*first, *(number for number in range(num_groups) if number not in first)]
+    batches = numpy.concatenate([in_groups.reshape(num_groups, group)[groups].reshape(-1), rest])
+    return plan.with_batches(batches)
 
 
 def _costs(plan: Plan, sizes: Mapping[str, Array]) -> Array:

@@ -58,7 +58,7 @@ class Gradients:
         return self._exchange.is_active
 
     def begin_epoch(self) -> None:
-        """The losses that are normalized may be others from the next step on."""
+        """The losses that are normalized may be others from the next step on, except within an update that has begun."""
         self._begins_epoch = self._counts is None
 
     def add(self, losses: dict[str, Loss] | None, marks: Marks | None, scale: Factor, completes_update: bool) -> None:

@@ -115,8 +115,8 @@ class TorchLearner(Learner):
         self._seeds = StepSeeds(1, *seed)
         self._marks = MarksOfSteps()
         self._batch_norm = options.batch_norm
-        self._begins_update = True
         self._device = functions.device
+        self._begins_update = True  # whether the next step is the first of an update
         self._is_update_due = False  # whether the next update changes anything, as some rank has a batch for it
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -195,7 +195,7 @@ class TorchLearner(Learner):
         yield from self.model.named_modules()
 
     def kinds_of_modules(self) -> Iterator[tuple[str, str]]:
-        return kinds_of(self.model.named_modules(), _settings_of_own)
+        return kinds_of(self.model.named_modules(), _module_settings)
 
     def trained_now(self) -> dict[str, str]:
         return {name: str(parameter.requires_grad) for name, parameter in self.model.named_parameters()}
@@ -305,12 +305,12 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check = GradientCheck(limit, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, device) if on_gpu and options.sharded is None else None
-    whole = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
+    whole_optimizer = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
     exchange = None if options.batch_norm is None else synchronize(model, options.batch_norm)
     trained = named_trained(model)
     if options.sharded is not None:
-        check_shares(whole)
-    optimizer: Optimizer = whole if options.sharded is None else ShardedOptimizer(whole, options.sharded)
+        check_shares(whole_optimizer)
+    optimizer: Optimizer = whole_optimizer if options.sharded is None else ShardedOptimizer(whole_optimizer, options.sharded)
     owners = optimizer.owners(list(trained.values())) if isinstance(optimizer, ShardedOptimizer) else None
     gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
@@ -320,26 +320,28 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     checkpoint_activations(model, keys.checkpoint_modules)
     watch = compile_model(model, keys.torch_compile)
     average: WeightAverage | OptimizerModes | None = None
-    if has_modes(whole):
-        check_modes(whole, keys.ema_decay, gradient_exchange.keeps_ranks_alike)
-        average = OptimizerModes(trained, whole, optimizer.exchange if isinstance(optimizer, ShardedOptimizer) else None)
+    if has_modes(whole_optimizer):
+        check_modes(whole_optimizer, keys.ema_decay, gradient_exchange.keeps_ranks_alike)
+        average = OptimizerModes(
+            trained, whole_optimizer, optimizer.exchange if isinstance(optimizer, ShardedOptimizer) else None
+        )
     elif keys.ema_decay is not None:
         average = WeightAverage(trained, keys.ema_decay)
 
     def seed_optimizer(step: int) -> None:
         seed_all(device, mix_seed(options.seed, 0 if are_reduced() else 1 + options.rank, step, OPTIMIZER))
 
-    may_draw = not all(map(is_of_torch, members_of(whole)))  # random numbers, which have to be the same on all ranks
+    may_draw = not all(map(is_of_torch, members_of(whole_optimizer)))  # random numbers, which have to be the same on all ranks
     seed = seed_optimizer if may_draw else None
     splitter = _splitter(keys, model, device)
-    own_change = as_function(keys.change_gradients, "change_gradients")
+    change_of_config = as_function(keys.change_gradients, "change_gradients")
 
     def change(gradients: UpdateGradients) -> None:
-        if own_change is not None:
-            own_change(model=model, optimizer=optimizer)
+        if change_of_config is not None:
+            change_of_config(model=model, optimizer=optimizer)
         change_gradients(keys, gradients)
 
-    changes = own_change is not None or changes_gradients(keys)
+    changes = change_of_config is not None or changes_gradients(keys)
     update = Update(model, optimizer, change if changes else None, Skips(check, on_device), noise, seed)
     extra_models = make_extra_models(keys.extra_models, model, device, options.position)
     state = TorchState(model, optimizer, device, average, check, Unsaved(constants, base, extra_models), options.model_format)
@@ -369,13 +371,13 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     return learner
 
 
-def _settings_of_own(module: torch.nn.Module) -> str | None:
-    """Those of PyTorch's own modules. (Another's extra_repr may name the rank.)"""
+def _module_settings(module: torch.nn.Module) -> str | None:
+    """The settings of a module of PyTorch's, as text; None for others, whose extra_repr may name the rank."""
     return module.extra_repr() if type(module).__module__.startswith("torch.nn.") else None
 
 
 def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -> BatchSplitter | None:
-    """What splits batches, if the config asks for it."""
+    """The splitter of batches that do not fit into memory, if the config asks for one."""
     if not keys.split_on_oom:
         return None
     norms = [name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]

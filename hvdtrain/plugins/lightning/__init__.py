@@ -4,7 +4,7 @@ from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
     keys={"lightning": f"{__name__}.keys:LightningKeys"},
-    configs={"lightning_module": f"{__name__}.job:keys_of"},
+    configs={"lightning_module": f"{__name__}.config:keys_of"},
     templates={
         "lightning": ("a LightningModule, with its loaders and its optimizer", __name__, "pip install lightning torchmetrics")
     },

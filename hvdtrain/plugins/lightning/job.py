@@ -17,45 +17,19 @@ import torch
 import hvdtrain
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
-from hvdtrain.plugins.lightning.arguments import KEY, Extent, keys_of_arguments, keys_of_cli
+from hvdtrain.plugins.lightning.arguments import KEY, Extent
 from hvdtrain.plugins.lightning.checkpoint import hook_state, load_hooks, read_ckpt, write_ckpt
 from hvdtrain.plugins.lightning.given import Given
 from hvdtrain.plugins.lightning.hooks import Hooks
-from hvdtrain.plugins.lightning.loaders import Loaders, accumulated
+from hvdtrain.plugins.lightning.loaders import Loaders, accumulated, place_of
 from hvdtrain.plugins.lightning.logged import Logged
 from hvdtrain.plugins.lightning.schedules import Once, Schedules
 from hvdtrain.plugins.lightning.trainer import Trainer
-from hvdtrain.plugins.other_trainer.trainer import OtherTrainer, refuse_keys
-
-OURS = {
-    "get_model": "lightning_module is the model",
-    "train_step": "training_step is",
-    "optimizer": "configure_optimizers makes it",
-    **dict.fromkeys(
-        ("learning_rate", "learning_rates", "learning_rate_schedule", "dynamic_learning_rate", "horovod_scale_lr"),
-        "configure_optimizers decides on it",
-    ),
-}
-"""Keys that a config with a module does not have, and why."""
-
+from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 
 CLIPPING = "configure_gradient_clipping"
 STEP_HOOKS = ("on_after_backward", "on_before_optimizer_step", CLIPPING)
 """Hooks that may change gradients and rates."""
-
-
-def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that follow from `lightning_module`. Raises: ConfigError."""
-    refuse_keys("lightning_module", values, OURS)
-    followed, module = keys_of_arguments(values.get(KEY) or {}), values["lightning_module"]
-    given = {name: value for name, value in values.items() if value is not None}
-    if isinstance(module, str) and module.endswith((".yaml", ".yml")):
-        followed = keys_of_cli(Path(module)) | followed
-        del given["lightning_module"]
-    job = Job(followed | given)
-    if CLIPPING in job.given.methods:  # it gets the value as an argument
-        followed = {name: value for name, value in followed.items() if not name.startswith("gradient_clip")}
-    return followed | job.given.best(job.loaders.num_val) | job.keys() | job.loaders.keys()
 
 
 class Job(OtherTrainer):
@@ -413,11 +387,6 @@ class Job(OtherTrainer):
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state["callback_metrics"].items()})
         self.logged.load(state["logged"])
         load_hooks(self.given, self.trainer, {**state["hooks"], "state_dict": self.module.state_dict()})
-
-
-def place_of(dataset: str) -> int:
-    """The number of a loader."""
-    return int(dataset[3:]) if dataset.startswith("val") else 0
 
 
 def detached(value: Any) -> Any:

@@ -142,3 +142,8 @@ class Loaders:
 def accumulated(values: Mapping[str, Any]) -> int:
     """How many batches of a rank are in an update."""
     return int(values.get("accum_grad_multiple_step") or 1)
+
+
+def place_of(dataset: str) -> int:
+    """The number of a loader."""
+    return int(dataset[3:]) if dataset.startswith("val") else 0

@@ -262,12 +262,12 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
 
 
 @contextmanager
-def _seeded(given: Any) -> Iterator[None]:
+def _seeded(value: Any) -> Iterator[None]:
     """What a config's code draws while it is read is made from `random_seed`, as far as that is known before."""
     from hvdtrain.data.randomness import seeded_config  # here: numpy would make `--help` slower
 
     try:
-        seed = int(RunKeys.random_seed if given is None else given)
+        seed = int(RunKeys.random_seed if value is None else value)
     except (TypeError, ValueError):  # which is reported when the key is read
         seed = 0
     with seeded_config(abs(seed)):

@@ -194,8 +194,7 @@ class StateBase(ABC):
             if exact := dict(self._average.exact()):
                 optimizer[EXACT] = exact
         optimizer[SHAPES] = tensor_shapes(optimizer)
-        running = None if self.running is None else self.running.state
-        return CheckpointContents(model, optimizer, progress, self._format, running)
+        return CheckpointContents(model, optimizer, progress, self._format, None if self.running is None else self.running.state)
 
     def copied(self, contents: CheckpointContents) -> CheckpointContents:
         """Contents that any thread may write while training goes on. They are valid until the next call."""

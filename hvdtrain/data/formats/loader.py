@@ -137,14 +137,14 @@ class SamplerOrder:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch - 1)  # loops count from 0
         Generators(sampler).seed(mix_seed(EPOCH, epoch))
-        return numpy.array([int(one) for one in islice(sampler, self._size + 1)], dtype=numpy.int64)
+        return numpy.array([int(index) for index in islice(sampler, self._size + 1)], dtype=numpy.int64)
 
 
 def _warnings(loader: Any, batches: Any) -> list[str]:
     """What a DataLoader does and hvdtrain does not."""
-    found = []
+    warnings = []
     if batches is not None and batches.drop_last:
-        found.append("drop_last: every item is trained on in each epoch; the last batch may be smaller")
+        warnings.append("drop_last: every item is trained on in each epoch; the last batch may be smaller")
     if loader.worker_init_fn is not None:
-        found.append("worker_init_fn is not called: items have their own random numbers")
-    return found
+        warnings.append("worker_init_fn is not called: items have their own random numbers")
+    return warnings

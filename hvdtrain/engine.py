@@ -77,7 +77,8 @@ class Engine:
         self._training.pruned = pruned_before(limits.end_after_epoch(session.progress))
         has_services = bool(reporters.services)
         self._notifier = Notifier(comm, session.watchdog, callbacks, self._training, evaluated, has_services)
-        self._is_idle = False  # whether this rank had no batch in the last step, or an evaluation changed what is trained
+        # Whether what is trained is not what train_step chose last: this rank had no batch, or an evaluation changed it.
+        self._is_trained_stale = False
         # Their state before an evaluation that a resumed training repeats; None: it would repeat none.
         self._callbacks_before: dict[str, Any] | None = None
         self._clock = EpochClock(session.timer, learner.meter, session.reducer)
@@ -131,7 +132,7 @@ class Engine:
         trained_before = self._check_trained()  # before the model of this epoch is saved
         train_scores = name_scores("train", self._learner.epoch_scores.compute(self._comm, current.scores, "train"))
         scores = with_totals(self._evaluate(current, train_scores), loss_scales)
-        self._is_idle = self._is_idle or (self._comm.size > 1 and trained_before != self._learner.trained_now())
+        self._is_trained_stale = self._is_trained_stale or (self._comm.size > 1 and trained_before != self._learner.trained_now())
         self._training.scores = scores
         if self._notifier.may_take_long("on_epoch_end") and self._control.is_save_worthwhile(LONG):
             self._save()  # before the callback, as the watchdog may end one that takes very long
@@ -180,7 +181,7 @@ class Engine:
                 epochs_done = epoch.continuous  # at its first step: the rate does not depend on the later ones
                 has_batch = False
                 for step in steps:
-                    batch = self._next(batches, current)
+                    batch = self._next_batch(batches, current)
                     has_batch = has_batch or batch is not None
                     with self._timer.span("compute"), Naming(batch, self._train):
                         if batch is None:
@@ -189,14 +190,14 @@ class Engine:
                         if step == steps[-1]:
                             self._update(epoch, epochs_done)
                     progress.step += 1
-                    self._is_idle = batch is None
+                    self._is_trained_stale = batch is None
                     # With random_seed_offset, every rank goes through all data and has a separate position.
                     current.position += counts.ranks_in(step) if self._train.distribution == "shard" else 1
                     self._training.is_last_step = step == counts.most - 1
                     self._end_step(epoch, batch)
                 had_batch = has_batch if self._train.broken.limit else None  # skip_broken may leave out all sequences of a batch
                 sync.after_update(self._learner.state, FinishedUpdate(planned, progress.step, current.rates.last, had_batch))
-                self._check(current)
+                self._act_on_decision(current)
         sync.end_of_epoch(self._learner.state)
         self._scores.gather(current)
         self._step_log.finish()
@@ -208,7 +209,7 @@ class Engine:
         if self._comm.size == 1:
             return {}
         trained = self._learner.trained_now()
-        check_trained(self._comm, None if self._is_idle else trained)
+        check_trained(self._comm, None if self._is_trained_stale else trained)
         return trained
 
     def _begin_steps(self, epoch: TrainingEpoch, steps: int) -> None:
@@ -227,7 +228,7 @@ class Engine:
         """The number of steps whose gradients the next update sums."""
         return self._limits.steps_per_update(epoch.current.epoch, epoch.continuous, self._progress.step)
 
-    def _next(self, batches: Iterator[Batch], current: EpochProgress) -> Batch | None:
+    def _next_batch(self, batches: Iterator[Batch], current: EpochProgress) -> Batch | None:
         """This rank's next batch; None: it has none left."""
         self._session.watchdog.beat(self._phase, "steps")
         with self._timer.span("data wait"):
@@ -277,7 +278,7 @@ class Engine:
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._evaluated.use(), self._phase.evaluating(feed.name):
                 self._notifier.notify_of_evaluation()
-                means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._check, current))
+                means = self._evaluate_feed(feed, current.epoch, after_step=partial(self._act_on_decision, current))
                 scores = {**scores, **name_scores(feed.name, means)}
                 self._training.scores = scores
                 scores = {**scores, **name_scores(feed.name, self._notifier.notify_of_scores("on_evaluation_end"))}
@@ -294,7 +295,7 @@ class Engine:
         gathered = self._comm.gather((self._clock.seconds(), self._clock.computing), name="seconds")
         return [seconds for seconds, _ in gathered], [computing for _, computing in gathered if computing is not None]
 
-    def _check(self, current: EpochProgress) -> None:
+    def _act_on_decision(self, current: EpochProgress) -> None:
         """Collective. Called after every update and every step of an evaluation: save, stop or fail if a rank requests it, and
         note that an evaluation is due."""
         phase = self._phase

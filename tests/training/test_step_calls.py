@@ -24,7 +24,7 @@ def test_a_step_makes_few_calls(corpus: Path, tmp_path: Path) -> None:
         nonlocal calls
         if event in ("call", "c_call") and "/torch/" not in frame.f_code.co_filename:
             calls += 1
-            if event == "call" and frame.f_code is Engine._next.__code__:
+            if event == "call" and frame.f_code is Engine._next_batch.__code__:
                 at_steps.append(calls)
 
     sys.setprofile(count)

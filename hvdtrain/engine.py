@@ -195,7 +195,8 @@ class Engine:
                     current.position += counts.ranks_in(step) if self._train.distribution == "shard" else 1
                     self._training.is_last_step = step == counts.most - 1
                     self._end_step(epoch, batch)
-                had_batch = has_batch if self._train.broken.limit else None  # skip_broken may leave out all sequences of a batch
+                # The plan does not know of batches that skip_broken leaves out.
+                had_batch = has_batch if self._train.broken.limit else None
                 sync.after_update(self._learner.state, FinishedUpdate(planned, progress.step, current.rates.last, had_batch))
                 self._act_on_decision(current)
         sync.end_of_epoch(self._learner.state)

@@ -47,10 +47,10 @@ class FinishedUpdate(NamedTuple):
     """An update that all ranks have finished.
 
     Attributes:
-        has_batch: by rank, whether it had a batch for it, as planned.
+        has_batch: by rank, whether the plan has a batch for it.
         step: the number of training steps done.
         learning_rate: used by the optimizer.
-        had_batch: whether this rank had one with any sequence, where `skip_broken` may empty one; None: `has_batch` is right.
+        had_batch: whether this rank really had one, as `skip_broken` may leave out all sequences of a batch; None: as planned.
     """
 
     has_batch: Sequence[bool]

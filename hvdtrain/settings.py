@@ -255,22 +255,29 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     types = {name: declared_key.type for name, declared_key in keys.items()}
     types |= {alias: types[name] for alias, name in ALIASES.items()}
     watches, names = Watches(), [*(each.names for each in keys.values()), *SPELLINGS]
-    source = load(configs, overrides, types, watches.builtins, origin, names, partial(_seeded, overrides.get("random_seed")))
+    notes: list[str] = []
+    seeded = partial(_seeded, overrides.get("random_seed"), notes)
+    source = load(configs, overrides, types, watches.builtins, origin, names, seeded)
+    source = replace(source, notes=(*source.notes, *notes))
     homes = {name: _from_home(source.values[name]) for name in OF_HOME if name in source.values}
     source = with_implied_keys(replace(source, values=source.values | homes), keys, ALIASES)
     return check(watches.translate(source, keys, BOOLEAN_KEYS), list(keys))
 
 
 @contextmanager
-def _seeded(value: Any) -> Iterator[None]:
+def _seeded(value: Any, notes: list[str]) -> Iterator[None]:
     """What a config's code draws while it is read is made from `random_seed`, as far as that is known before."""
+
+    def note() -> None:
+        notes.append("the config draws random numbers while it is read: the same in every start (others with ++random_seed N)")
+
     from hvdtrain.data.randomness import seeded_config  # here: numpy would make `--help` slower
 
     try:
         seed = int(RunKeys.random_seed if value is None else value)
     except (TypeError, ValueError):  # which is reported when the key is read
         seed = 0
-    with seeded_config(abs(seed)):
+    with seeded_config(abs(seed), note):
         yield
 
 

@@ -158,17 +158,31 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def seeded_config(seed: int) -> Iterator[None]:
-    """Seed these generators for a config that is read within the `with` block, also if it is the one that imports PyTorch."""
+def seeded_config(seed: int, on_draw: Callable[[], object]) -> Iterator[None]:
+    """Seed these generators for a config that is read within the `with` block, also if it is the one that imports PyTorch.
+
+    Args:
+        on_draw: called at the end if the config has drawn from them.
+    """
     seed = mix_seed(seed, CONFIG)
     seed_generators(seed)
+    before = _python_state(), _numpy_memory().raw
     finder = _SeededTorch(seed)
     sys.meta_path.insert(0, finder)
     try:
         yield
+        torch = sys.modules.get("torch")
+        has_drawn = (_python_state(), _numpy_memory().raw) != before
+        if has_drawn or (torch is not None and torch.default_generator.get_state().ne(_torch_seeded(torch, seed)).any()):
+            on_draw()
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
+
+
+def _torch_seeded(torch: Any, seed: int) -> Any:
+    """The state of PyTorch's generator after it was seeded."""
+    return torch.Generator().manual_seed(seed).get_state()
 
 
 class _SeededTorch(MetaPathFinder):

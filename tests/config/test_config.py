@@ -842,6 +842,9 @@ def test_what_a_config_draws_is_the_same_in_every_start(tmp_path: Path) -> None:
     """Another split of the data after a restart would evaluate on what was trained on."""
     drawn = [settings(tmp_path, DRAWING, **keys).source.values["drawn"] for keys in ({}, {}, {"random_seed": "7"})]
     assert drawn[0] == drawn[1] != drawn[2]
+    assert not settings(tmp_path, "import random, numpy, torch").notes
+    for drawing in ("import random\nrandom.random()", "import numpy\nnumpy.random.rand()", "import torch\ntorch.rand(1)"):
+        assert "draws random numbers" in settings(tmp_path, drawing).notes[0]
     (tmp_path / "config.py").write_text(f"{MINIMAL}{DRAWING}print(drawn)\n")
     finished = launch(["-m", "hvdtrain", tmp_path / "config.py", "--print-config"])
     assert str(drawn[0]) in finished.out, "in a process in which the config imports PyTorch"

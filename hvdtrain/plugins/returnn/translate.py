@@ -57,7 +57,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
     without = {name: value for name, value in source.values.items() if name not in honoured and name not in aliases}
     unused = [*without_effect(without), *ignored]
-    notes: tuple[str, ...] = (f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ()
+    notes = source.notes + ((f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ())
     notes += tuple(_differences(source, values)) if source.is_foreign else ()
     return replace(
         translated,

@@ -19,8 +19,9 @@ from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.torch.learner import TorchLearner, build_learner
+from hvdtrain.learner.torch.learner import build_learner
 from hvdtrain.learner.torch.model_file import read_file, write_model
+from hvdtrain.learner.torch.step import TorchLearner
 from hvdtrain.run import train
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import Settings, read_settings

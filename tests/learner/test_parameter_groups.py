@@ -10,9 +10,9 @@ from learners import batch_of, learner_of
 
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.learner import TorchLearner
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
+from hvdtrain.learner.torch.step import TorchLearner
 
 
 class Norm(torch.nn.Module):

@@ -113,7 +113,21 @@ class Engine:
         return self._training.pruned
 
     def _run_epoch(self, number: int) -> None:
-        """Train, evaluate, save and report one epoch, or what is left of it."""
+        """Collective. Train, evaluate, save and report one epoch, or what is left of it after a stop."""
+        epoch = self._begin_epoch(number)
+        current = epoch.current
+        if not current.trained:
+            self._train_epoch(epoch)
+        if number == 1:
+            check_elements(current.scores)
+            warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
+            note_missing_parts(self._train, current.scores.counts())
+        loss_scales = current.scores.scales() or dict(minimized_in(self._progress.history))
+        scores = self._score_epoch(current, loss_scales)
+        self._end_epoch(epoch, scores, loss_scales)
+
+    def _begin_epoch(self, number: int) -> TrainingEpoch:
+        """Collective. Plan an epoch, and prepare callbacks and the learner for it."""
         progress = self._progress
         self._clock.begin()
         current = progress.current = progress.current or EpochProgress(number, progress.step)
@@ -122,13 +136,10 @@ class Engine:
         self._training.learning_rate = epoch.first_rate
         self._notifier.notify("on_epoch_begin")
         self._learner.begin_epoch(number, progress.step)
-        if not current.trained:
-            self._train_epoch(epoch)
-        if number == 1:
-            check_elements(current.scores)
-            warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
-            note_missing_parts(self._train, current.scores.counts())
-        loss_scales = current.scores.scales() or dict(minimized_in(progress.history))
+        return epoch
+
+    def _score_epoch(self, current: EpochProgress, loss_scales: Mapping[str, float]) -> dict[str, float]:
+        """Collective. The scores of training, of the other datasets, and those that callbacks add at the epoch's end."""
         trained_before = self._check_trained()  # before the model of this epoch is saved
         train_scores = name_scores("train", self._learner.epoch_scores.compute(self._comm, current.scores, "train"))
         scores = with_totals(self._evaluate(current, train_scores), loss_scales)
@@ -139,7 +150,16 @@ class Engine:
         scores = {**scores, **name_scores("train", self._notifier.notify_of_scores("on_epoch_end"))}
         self._training.scores = scores
         self._note_early_end()
+        return scores
 
+    def _end_epoch(self, epoch: TrainingEpoch, scores: dict[str, float], loss_scales: dict[str, float]) -> None:
+        """Collective. Enter an epoch into the history, save the model, and report.
+
+        The order matters: the checkpoint has the epoch's record, the report has the time of saving, and a mistake that the scores
+        show ends the training only after both, so that nothing is lost.
+        """
+        progress = self._progress
+        number = epoch.current.epoch
         report = epoch_report(epoch, self._train, self._session, scores, loss_scales, *self._gather_times())
         states = {"is_updated": report.is_updated, "is_diverged": bool(report.diverged)}
         progress.finish_epoch(EpochRecord(number, epoch.learning_rate, scores, loss_scales, **states), as_line(report))
@@ -150,7 +170,7 @@ class Engine:
         if mistake is not None or self._control.is_save_due_after_epoch(number, is_last):
             self._save(is_end=is_last)
         report = replace(report, seconds=self._gather_times()[0], goodput=self._session.goodput.entries())  # now with saving
-        log_epoch(report, [feed.name for feed in self._evaluations], progress.history, current.initial)
+        log_epoch(report, [feed.name for feed in self._evaluations], progress.history, epoch.current.initial)
         self._reporters.epoch(report)
         with self._notifier.reporting(number):
             if (pruned := self._reporters.serve(report)) is not None:

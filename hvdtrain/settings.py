@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
 from hvdtrain.config.check import build, unknown_keys, unread_line
+from hvdtrain.config.children import is_reading_for_child
 from hvdtrain.config.foreign import ALIASES, Watches
 from hvdtrain.config.keys import (
     Key,
@@ -266,18 +267,21 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
 
 @contextmanager
 def _seeded(value: Any, notes: list[str]) -> Iterator[None]:
-    """What a config's code draws while it is read is made from `random_seed`, as far as that is known before."""
+    """What a config's code draws while it is read is made from `random_seed`, as far as that is known before.
+
+    A process that the config starts then has numbers of its own again: those of a pool would all draw the same noise.
+    """
 
     def note() -> None:
         notes.append("the config draws random numbers while it is read: the same in every start (others with ++random_seed N)")
 
-    from hvdtrain.data.randomness import seeded_config  # here: numpy would make `--help` slower
+    from hvdtrain.data.randomness import own_numbers, seeded_config  # here: numpy would make `--help` slower
 
     try:
-        seed = int(RunKeys.random_seed if value is None else value)
-    except (TypeError, ValueError):  # which is reported when the key is read
+        seed = abs(int(RunKeys.random_seed if value is None else value))
+    except (TypeError, ValueError, OverflowError):  # which is reported when the key is read
         seed = 0
-    with seeded_config(abs(seed), note):
+    with own_numbers(seed) if is_reading_for_child() else nullcontext(), seeded_config(seed, note):
         yield
 
 

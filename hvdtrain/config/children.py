@@ -25,6 +25,11 @@ def let_children_import(name: str, read: Callable[..., object], *arguments: Any)
     process.current_process()._config[name] = _Hint(name, os.getcwd(), lambda: _packed(read, arguments))  # type: ignore[attr-defined]
 
 
+def is_reading_for_child() -> bool:
+    """Whether this is such a process, which reads the config to import it."""
+    return hasattr(process.current_process(), "_inheriting")
+
+
 def _packed(read: Callable[..., object], arguments: Sequence[Any]) -> bytes:
     try:
         return pickle.dumps((read, arguments))

@@ -233,6 +233,8 @@ def own_numbers(*parts: int) -> Iterator[None]:
         numpy.random.set_state(of_numpy)
         if generator is not None:
             generator.set_state(of_torch)
+        elif (imported := _torch_generator()) is not None:
+            imported.seed()  # a random one, as PyTorch begins with
 
 
 def _torch_generator() -> Any:

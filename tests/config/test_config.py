@@ -815,8 +815,9 @@ POOLS = """
 import multiprocessing, random
 drawn = random.random()
 def scaled(x): return config.int("factor") * x, drawn == x
+def noise(_): return random.random()
 with multiprocessing.get_context(config.value("method")).Pool(1) as pool:
-    print(pool.map(scaled, [1, drawn])[0], pool.map(scaled, [drawn])[0][1])
+    print(pool.map(scaled, [1])[0], pool.map(scaled, [drawn])[0][1], pool.map(noise, [1])[0] == random.random())
 def later(x): return x
 multiprocessing.get_context("spawn").Pool(1).map(later, [1])
 """
@@ -828,7 +829,7 @@ def test_started_processes_import_the_config(method: str, tmp_path: Path) -> Non
     (tmp_path / "config.py").write_text(MINIMAL + POOLS)
     command = [sys.executable, "-m", "hvdtrain", "config.py", "++factor", "3", "++method", method]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=25)
-    assert (ended.returncode, ended.stdout) == (2, "(3, False) True\n")
+    assert (ended.returncode, ended.stdout) == (2, "(3, False) True False\n")
     assert re.search(r"later: expected .* up to here only: config.py, line \d+", ended.stderr)
 
 

@@ -171,18 +171,22 @@ def seeded_config(seed: int, on_draw: Callable[[], object]) -> Iterator[None]:
     sys.meta_path.insert(0, finder)
     try:
         yield
-        torch = sys.modules.get("torch")
-        has_drawn = (_python_state(), _numpy_memory().raw) != before
-        if has_drawn or (torch is not None and torch.default_generator.get_state().ne(_torch_seeded(torch, seed)).any()):
+        if (_python_state(), _numpy_memory().raw) != before or _torch_has_drawn(seed):
             on_draw()
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
 
 
-def _torch_seeded(torch: Any, seed: int) -> Any:
-    """The state of PyTorch's generator after it was seeded."""
-    return torch.Generator().manual_seed(seed).get_state()
+def _torch_has_drawn(seed: int) -> bool:
+    """Whether somebody has drawn from PyTorch's generator since it was seeded."""
+    generator = _torch_generator()
+    if generator is None:
+        return False
+    now = generator.get_state()
+    seeded = generator.manual_seed(seed).get_state()  # not of a new generator: PyTorch's compiler would have to be imported first
+    generator.set_state(now)
+    return bool(now.ne(seeded).any())
 
 
 class _SeededTorch(MetaPathFinder):

@@ -16,7 +16,8 @@ PACKAGES = {"espnet": "espnet2", "lightning": "lightning", "speechbrain": "speec
 NAMES = [name for name, package in PACKAGES.items() if find_spec(package) is not None]
 """Those whose package is installed."""
 
-VARIATIONS = [*NAMES, *(["speechbrain_normalized", "speechbrain_global"] if "speechbrain" in NAMES else [])]
+MORE = ("speechbrain_normalized", "speechbrain_global", "lightning_counted")
+VARIATIONS = [*NAMES, *[name for name in MORE if name.partition("_")[0] in NAMES]]
 
 NORMALIZED = {
     '"modules": {': '"modules": {"normalize": speechbrain.processing.features.InputNormalization(), ',
@@ -37,7 +38,35 @@ GLOBAL = {
     ),
     "sentences(300": "sentences(37",
 }
-CHANGES = {"speechbrain_normalized": NORMALIZED, "speechbrain_global": GLOBAL}
+COUNTED = {
+    'average="micro")\n': (
+        'average="micro")\n        self.num_trained, self.mean = torchmetrics.SumMetric(), torchmetrics.MeanMetric()\n'
+        """
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.num_trained.update(torch.ones(len(batch[0])))
+
+    def on_train_epoch_end(self):
+        self.log("num_trained", self.num_trained)
+
+    def on_validation_epoch_start(self):
+        self.mean.reset()
+
+    def on_validation_epoch_end(self):
+        self.log("mean", self.mean.compute())
+"""
+    ),
+    "        self.accuracy(scores, classes)\n": "        self.accuracy(scores, classes)\n        self.mean.update(scores)\n",
+    "import torch\n": "import torch\nimport torchmetrics\n",
+    "lightning_module =": 'lightning_trainer = {"val_check_interval": 3, "max_epochs": 2}\nlightning_module =',
+    "self.loader(400": "self.loader(37",
+}
+"""Metrics that hooks update, reset and compute, with evaluations within an epoch, and a rank alone in its last step."""
+
+CHANGES = {"speechbrain_normalized": NORMALIZED, "speechbrain_global": GLOBAL, "lightning_counted": COUNTED}
+SCORES = {
+    "speechbrain_global": ["dev_loss_lengths_mean"],
+    "lightning_counted": ["train_loss_num_trained", "dev_loss_mean"],
+}
 
 TWO, THREE = Run("torch", "horovod", 2), Run("torch", "horovod", 3)
 
@@ -66,8 +95,11 @@ def test_several_ranks_are_one(trained: Trained, name: str, of: Run) -> None:
     alone, together = trained(trainings, of.alone), trained(trainings, of)
     assert_same(together.weights(name, 0), together.weights(name, of.size - 1))
     assert_alike(alone.weights(name), together.weights(name))
-    if name == "speechbrain_global":
-        [wanted, found] = [each.scores(name)[-1]["dev_loss_lengths_mean"] for each in (alone, together)]
+    for score in SCORES.get(name, []):
+        [wanted, found] = [each.scores(name)[-1][score] for each in (alone, together)]
+        assert found == pytest.approx(wanted)
+    if name == "lightning_counted":
+        [wanted, found] = [each.evaluations(name)[-1]["scores"]["dev_loss_mean"] for each in (alone, together)]
         assert found == pytest.approx(wanted)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from hvdtrain.config.references import resolve
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.lightning.logged import own_name
 from hvdtrain.runtime import log
 
 REFUSED = {
@@ -134,12 +135,13 @@ class Given:
     def best(self, num_val: int) -> dict[str, Any]:
         """The keys that choose the best epoch as a ModelCheckpoint of the config does."""
         kept = [one for one in self._given_callbacks if getattr(one, "monitor", None) and hasattr(one, "best_model_score")]
-        if not kept:
-            return {}
+        if not kept or kept[0].monitor in ("step", "epoch") or kept[0].monitor.endswith("_step"):
+            return {}  # by none, or by what is no score of an epoch
         name, _, place = kept[0].monitor.partition("/dataloader_idx_")
+        names = list(dict.fromkeys([own_name(name), name.removesuffix("_epoch")]))  # the latter, if it is logged by step, too
         datasets = [f"val{place}" if int(place or 0) else "dev", "train"] if num_val else ["train"]
-        higher = {"higher_is_better": [name]} if kept[0].mode == "max" else {}
-        return {"early_stopping_measure": [f"{dataset}_loss_{name}" for dataset in datasets], **higher}
+        higher = {"higher_is_better": names} if kept[0].mode == "max" else {}
+        return {"early_stopping_measure": [f"{dataset}_loss_{name}" for name in names for dataset in datasets], **higher}
 
     def overrides(self, name: str, one: Any) -> bool:
         """Whether an object overrides a method of Lightning's."""

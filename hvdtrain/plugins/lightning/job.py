@@ -7,6 +7,7 @@ hvdtrain's engine runs the training. It calls, in this order, `get_model`, `make
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -68,6 +69,7 @@ class Job(OtherTrainer):
         self._num_predicted = 0  # batches
         self._ended: Any = None  # the arguments of on_train_batch_end for the step under way
         self._repeated: Any = None  # the last ones, on a rank that may have fewer batches than others
+        self._is_idle = False
         self._updates = False
         self._begins_update = True
         self._skips = False
@@ -171,15 +173,19 @@ class Job(OtherTrainer):
         self.logged.end_step()
         if hooks.of("on_train_batch_end"):
             kept = {} if output is None else {**(output if is_mapping else {}), "loss": share}
-            self._ended = {name: detached(value) for name, value in kept.items()}, batch, index
+            kept = {name: value.detach() if hasattr(value, "detach") else value for name, value in kept.items()}
+            self._ended = kept, batch, index
             self._repeated = self._ended if hvdtrain.size() > 1 else None
 
     def on_idle_step(self, training: Any) -> None:
-        """A rank without a batch ends its last one again, as what a callback averages has to be alike on all ranks."""
+        """A rank without a batch ends its last one again, as what a callback averages has to be alike on all ranks. Metrics
+        count each batch once."""
         self._ended = self._repeated
+        self._is_idle = True
 
     def on_step_end(self, training: Any) -> None:
         ended, self._ended = self._ended, None
+        is_idle, self._is_idle = self._is_idle, False
         number = training.epoch_step
         if self._updates:
             self._begins_update = True
@@ -188,7 +194,8 @@ class Job(OtherTrainer):
         if training.is_last_step:
             self.schedules.step_epoch(training.epoch)
         if ended is not None:
-            self.hooks.call("on_train_batch_end", *ended)
+            with self.logged.without_metrics() if is_idle else nullcontext():
+                self.hooks.call("on_train_batch_end", *ended)
         is_evaluated = self.extent.is_evaluated_after(number, lambda: self.loaders.num_batches, training.step)
         if self._updates:
             self.schedules.after_evaluation = number
@@ -387,10 +394,6 @@ class Job(OtherTrainer):
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state["callback_metrics"].items()})
         self.logged.load(state["logged"])
         load_hooks(self.given, self.trainer, {**state["hooks"], "state_dict": self.module.state_dict()})
-
-
-def detached(value: Any) -> Any:
-    return value.detach() if hasattr(value, "detach") else value
 
 
 def nothing() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -43,7 +44,7 @@ class Logged:
         # and whether the loader's suffix belongs to it
         self._of_epoch: dict[str, Reduced] = {}  # what is no mean of steps
         self._objects: dict[str, tuple[str, bool, bool]] = {}  # by name, the logged metric, on_step and on_epoch
-        self._before: dict[str, int] | None = None  # the updates of each metric when an evaluation began; None: there is none
+        self._is_evaluating = False
         self._train: tuple[Any, Any] = {}, {}  # what training had logged then: values of the epoch, and metrics
         self._local: dict[str, dict[str, State]] = {"train": {}, "evaluation": {}}
         # this rank's states of the metrics that have those of all ranks
@@ -108,7 +109,7 @@ class Logged:
         """Make the value of a step known. (In evaluations, Lightning makes only those of the epoch known.)"""
         key = name + (self._suffix if has_suffix else "")
         self._values[key] = number
-        if on_epoch and self._before is None:
+        if on_epoch and not self._is_evaluating:
             self._values[f"{key}_step"] = number
 
     def _extend(self, name: str, number: torch.Tensor, reduce: str) -> None:
@@ -131,9 +132,19 @@ class Logged:
 
     def begin_evaluation(self) -> None:
         """Metrics that are updated from here on belong to an evaluation."""
-        self._before = {name: one._update_count for name, one in self.metrics.items()}
+        self._is_evaluating = True
+        for metric in self.metrics.values():
+            metric._update_count = Untouched(metric._update_count)
         self._train = self._of_epoch, self._objects
         self._of_epoch, self._objects = {}, {}
+
+    @contextmanager
+    def without_metrics(self) -> Iterator[None]:
+        """After the `with` block, metrics are as before."""
+        before = {name: state_of(one) for name, one in self.metrics.items()}
+        yield
+        for name, state in before.items():
+            set_state(self.metrics[name], state)
 
     def take_means(self, means: Mapping[str, float], suffix: str = "") -> None:
         """Make the means of a dataset known, by the names with which they were logged."""
@@ -144,12 +155,16 @@ class Logged:
 
     @property
     def _phase(self) -> str:
-        return "train" if self._before is None else "evaluation"
+        return "evaluation" if self._is_evaluating else "train"
+
+    def _is_updated(self, metric: Any) -> bool:
+        """Whether a metric has a state of this phase."""
+        count = metric._update_count
+        return not isinstance(count, Untouched) if self._is_evaluating else bool(count)
 
     def gather_metrics(self) -> None:
         """Collective, after the last step. Give the metrics that were updated the states of all ranks."""
-        before = self._before or {}
-        own = {name: state_of(one) for name, one in self.metrics.items() if one._update_count != before.get(name, 0)}
+        own = {name: state_of(one) for name, one in self.metrics.items() if self._is_updated(one)}
         if hvdtrain.size() == 1:
             return
         of_ranks = hvdtrain.all_gather(own, name="lightning_metrics")
@@ -182,8 +197,8 @@ class Logged:
             if self.metrics[path]._update_count:  # it was not reset
                 set_state(self.metrics[path], state)
         self._local[self._phase] = {}
-        self._of_epoch, self._objects = ({}, {}) if self._before is None else self._train
-        self._before = None
+        self._of_epoch, self._objects = self._train if self._is_evaluating else ({}, {})
+        self._is_evaluating = False
         self._values.update(scores)
         return {name: float(value) for name, value in scores.items()}
 
@@ -193,12 +208,11 @@ class Logged:
 
     def state(self) -> list[Any]:
         """Collective. What training has logged so far in the epoch, by rank."""
-        of_epoch, objects = (self._of_epoch, self._objects) if self._before is None else self._train
-        before = self._before or {}
+        of_epoch, objects = self._train if self._is_evaluating else (self._of_epoch, self._objects)
         states = {
             name: self._local["train"].get(name) or state_of(one)
             for name, one in self.metrics.items()
-            if one._update_count and one._update_count == before.get(name, one._update_count)
+            if one._update_count and not (self._is_evaluating and self._is_updated(one))
         }
         return hvdtrain.all_gather((states, of_epoch, objects, self._means), name="lightning_state")
 
@@ -235,6 +249,10 @@ def reduced(reduce: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
     return together.mean() if reduce in MEAN else getattr(together, reduce)()
 
 
+class Untouched(int):
+    """A metric's number of updates as it was when an evaluation began: each update, and a reset, puts a plain number there."""
+
+
 State = tuple[int, dict[str, Any]]
 """How often a metric was updated, and its states, on the CPU."""
 
@@ -242,7 +260,7 @@ State = tuple[int, dict[str, Any]]
 def state_of(metric: Any) -> State:
     """A metric's state."""
     found = {name: getattr(metric, name) for name in metric._defaults}
-    return metric._update_count, {
+    return int(metric._update_count), {
         name: [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu().clone()
         for name, value in found.items()
     }

@@ -15,6 +15,7 @@ from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.lightning.given import Given
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
@@ -208,4 +209,13 @@ def test_a_model_checkpoint_chooses_the_best_epoch_and_a_logger_gets_what_the_mo
     arguments = {"max_epochs": 3, "callbacks": [ModelCheckpoint(monitor="rising", mode="max")], "logger": logger}
     keys = {"lightning_module": Logs, "lightning_trainer": arguments, "model": str(tmp_path / "model"), "num_threads": 1}
     assert hvdtrain.train(keys).best.epoch == 2
+    for monitor, expected in (
+        ("val_loss", ["dev_loss_val_loss", "train_loss_val_loss"]),
+        ("loss", ["dev_loss_logged_loss", "train_loss_logged_loss", "dev_loss_loss", "train_loss_loss"]),
+        ("most_epoch/dataloader_idx_1", ["val1_loss_most_epoch", "train_loss_most_epoch", "val1_loss_most", "train_loss_most"]),
+        ("step", None),
+        ("train_loss_step", None),
+    ):
+        given = Given({"lightning_callbacks": [ModelCheckpoint(monitor=monitor)]}, None)
+        assert given.best(2).get("early_stopping_measure") == expected
     assert (tmp_path / "logs" / "0" / "metrics.csv").read_text().split() == ["seen,step", "0,0", "1,1", "2,2"]

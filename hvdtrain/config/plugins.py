@@ -135,6 +135,11 @@ class Registry(Mapping[str, T]):
             self._loaded[name] = _imported(name, entry) if isinstance(entry, str) else entry
         return self._loaded[name]
 
+    @property
+    def last(self) -> T | None:
+        """The last entry, of a table of which a job uses one: another distribution's is used in place of hvdtrain's own."""
+        return self[list(self.entries)[-1]] if self.entries else None
+
     def __contains__(self, name: object) -> bool:
         return name in self.entries
 

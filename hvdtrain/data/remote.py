@@ -50,7 +50,7 @@ class Storage:
 
 
 STORAGES: Registry[Storage] = Registry("storages")
-"""Those of plug-ins; the first one is used."""
+"""Those of plug-ins; the last one is used."""
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -88,7 +88,8 @@ def url_problems(where: str, urls: Iterable[str]) -> list[Problem]:
     Args:
         where: the config key.
     """
-    for storage in STORAGES.values():
+    storage = STORAGES.last
+    if storage is not None:
         return storage.problems(where, urls)
     return problem("missing-package", f"{where}: expected a path on a disk, got a URL{absent('fsspec')}")
 
@@ -96,4 +97,5 @@ def url_problems(where: str, urls: Iterable[str]) -> list[Problem]:
 def look_up(urls: Iterable[str]) -> Mapping[str, RemoteFile]:
     """By URL, the files with their sizes and versions. Raises: DataError."""
     wanted = list(urls)
-    return next(iter(STORAGES.values())).look_up(wanted) if wanted else {}
+    storage = STORAGES.last if wanted else None  # `url_problems` has refused URLs where there is none
+    return {} if storage is None else storage.look_up(wanted)

@@ -41,10 +41,11 @@ def fetch_needed_models(
 
 
 MIRRORS: Registry[Callable[[str], MirrorProtocol]] = Registry("mirrors")
-"""Those of plug-ins, given a URL; the first one is used."""
+"""Those of plug-ins, given a URL; the last one is used."""
 
 
 def mirror_of(settings: Settings) -> MirrorProtocol | None:
     """Where the training's checkpoints are copied to."""
     url = settings.saving.checkpoint_mirror
-    return None if url is None else next(iter(MIRRORS.values()))(url)
+    open_mirror = None if url is None else MIRRORS.last  # the key's check has refused a URL where there is none
+    return None if url is None or open_mirror is None else open_mirror(url)

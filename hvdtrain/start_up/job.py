@@ -268,12 +268,13 @@ def _lock(prefix: Path, stack: ExitStack) -> None:
 
 
 WATCHDOGS: Registry[Callable[[Settings, Communicator, Purpose], Watchdog]] = Registry("watchdogs")
-"""Those of plug-ins."""
+"""Those of plug-ins; the last one is used."""
 
 
 def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Watchdog:
     """Collective. Start the watchdog of this rank, if there is one, and record how a training ends."""
-    watchdog = next((make(settings, comm, purpose) for make in WATCHDOGS.values()), Watchdog())
+    make = WATCHDOGS.last
+    watchdog = Watchdog() if make is None else make(settings, comm, purpose)
     stack.enter_context(watchdog)
     if purpose == "train":
         stack.enter_context(record_end(settings.records, comm.rank))

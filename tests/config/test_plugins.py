@@ -64,6 +64,7 @@ def test_an_entry_is_imported_when_it_is_used(install: Install) -> None:
     assert [name for name in table if name in ("train", "other", "count")] == ["train", "other", "count"]
     assert table["count"] is print
     assert [*plugins().values()][-2].tasks.keys() == {"other", "count"}
+    assert Registry("watchdogs").last is Registry("watchdogs")["watchdog"]
     with pytest.raises(ConfigError, match=r"other: expected good_two:run to be imported, got AttributeError"):
         table["other"]
     assert all(isinstance(plugin, Plugin) for plugin in plugins().values())
@@ -72,6 +73,11 @@ def test_an_entry_is_imported_when_it_is_used(install: Install) -> None:
 @dataclass(frozen=True, kw_only=True)
 class SizeKeys(Section):
     inputs: int | None = key(None, "the number of inputs")
+
+
+def test_the_entry_of_another_distribution_is_used_in_place_of_hvdtrains(install: Install) -> None:
+    install("watching", f"{IMPORT}PLUGIN = Plugin(watchdogs={{'other': 'watching:watch'}})\nwatch = print")
+    assert Registry("watchdogs").last is print
 
 
 def test_keys_follow_from_another_one(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:

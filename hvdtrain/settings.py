@@ -269,7 +269,7 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
 def _seeded(value: Any, notes: list[str]) -> Iterator[None]:
     """What a config's code draws while it is read is made from `random_seed`, as far as that is known before.
 
-    A process that the config starts then has numbers of its own again: those of a pool would all draw the same noise.
+    A process that the config starts has its former state again afterwards: those of a pool would all draw the same noise.
     """
 
     def note() -> None:

@@ -16,7 +16,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Net(lightning.LightningModule):
-    """Two groups, schedulers of steps and of epochs, metrics of training and of evaluation, and a state of its own."""
+    """Two groups, schedulers of steps and of epochs, metrics of training and of evaluation, and further state."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()

@@ -34,7 +34,9 @@ def read_loader(where: str, loader: Any) -> tuple[Any, Any]:
         ConfigError: it has something that hvdtrain's plan of an epoch cannot have.
     """
     of_torch: Any = sys.modules["torch.utils.data"]
-    batches, items, collate = loader.batch_sampler, loader.dataset, loader.collate_fn
+    batches = loader.batch_sampler
+    items = loader.dataset
+    collate = loader.collate_fn
     if type(loader).__iter__ is not of_torch.DataLoader.__iter__:
         raise refused(where, f"{type(loader).__name__}.__iter__ of its own", "give its dataset and collate_fn")
     if isinstance(items, of_torch.IterableDataset):
@@ -45,7 +47,8 @@ def read_loader(where: str, loader: Any) -> tuple[Any, Any]:
     if not hasattr(items, "__len__"):
         advice = "give a dataset of single items, and collate; cuts of Lhotse: {'class': 'LhotseDataset', 'cuts': cuts}"
         raise refused(where, f"a {type(items).__name__} without __len__", advice)
-    size, sampler = 1, loader.sampler
+    size = 1
+    sampler = loader.sampler
     if batches is None and type(sampler) is of_torch.BatchSampler:  # its items are batches, looked up by lists of numbers
         batches, collate, items = sampler, partial(_looked_up, items, collate), range(len(items))
     elif batches is None:
@@ -110,7 +113,9 @@ class SamplerOrder:
     """The key seq_ordering: the order of a sampler, which depends on nothing but the epoch, so that a resumed training has it."""
 
     def __init__(self, where: str, sampler: Any, size: int) -> None:
-        self._where, self._sampler, self._size = where, sampler, size
+        self._where = where
+        self._sampler = sampler
+        self._size = size
         self._is_checked = False
 
     @property

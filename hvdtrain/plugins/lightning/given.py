@@ -21,7 +21,7 @@ REFUSED = {
         for before, now in (("training", "train"), ("validation", "validation"), ("test", "test"))
     },
 }
-"""Methods that a module may not have of its own, and why."""
+"""Methods that a module may not define, and why."""
 
 
 OF_HVDTRAIN = {

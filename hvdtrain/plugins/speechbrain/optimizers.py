@@ -31,9 +31,9 @@ class Optimizers:
         self.whole: AnyOptimizer = members[0] if len(members) == 1 else SeveralOptimizers(members)
         if not hasattr(brain, "optimizer"):
             brain.optimizer = members[0]
-        has = {id(one) for group in self.whole.param_groups for one in group["params"]}
+        optimized = {id(parameter) for group in self.whole.param_groups for parameter in group["params"]}
         for parameter in brain.modules.parameters():
-            if id(parameter) not in has:
+            if id(parameter) not in optimized:
                 parameter.requires_grad_(False)
         self._rates: list[float] = []
         if len(self.whole.param_groups) > 1:

@@ -25,7 +25,7 @@ class Statistics:
     def __init__(self) -> None:
         self._begun: dict[int, Parts] = {}  # by statistic that was there before the stage, how much it had collected
         self._earlier: list[Any] = []
-        self._own_sums: dict[str, Any] = {}
+        self._sums: dict[str, Any] = {}  # attributes that the hook at the beginning has set, and that may count batches
         self._has_warned = False
 
     @contextmanager
@@ -34,10 +34,13 @@ class Statistics:
         earlier, before = dict(self._all(brain)), dict(vars(brain))
         yield
         self._earlier = list(earlier.values())  # so that no later one has the id of one of these
-        known = {id(one) for one in self._earlier}
-        self._begun = {id(one): sizes_of(one) for _, one in self._all(brain) if id(one) in known}
-        values = vars(brain).items()
-        self._own_sums = {name: _copied(one) for name, one in values if _may_be_sum(name, one) and one is not before.get(name)}
+        known = set(map(id, self._earlier))
+        self._begun = {id(statistic): sizes_of(statistic) for _, statistic in self._all(brain) if id(statistic) in known}
+        self._sums = {
+            name: _copied(value)
+            for name, value in vars(brain).items()
+            if _may_be_sum(name, value) and value is not before.get(name)
+        }
 
     def gather(self, brain: Any) -> dict[str, float]:
         """Collective. Let each statistic have what all ranks collected; returns their summaries by name.
@@ -45,29 +48,29 @@ class Statistics:
         One of an earlier stage, to which this stage has added nothing, stays as it is.
         """
         self._warn_of_sums(brain)
-        own = dict(self._all(brain))
-        begun = {name: self._begun.get(id(one), {}) for name, one in own.items()}
-        collected = {name: new_parts(one, begun[name]) for name, one in sorted(own.items())}
+        statistics = dict(self._all(brain))
+        begun = {name: self._begun.get(id(statistic), {}) for name, statistic in statistics.items()}
+        collected = {name: new_parts(statistic, begun[name]) for name, statistic in sorted(statistics.items())}
         by_rank = hvdtrain.all_gather(collected, name="speechbrain.statistics")
         summaries: dict[str, float] = {}
-        for name, one in own.items():
+        for name, statistic in statistics.items():
             several = [of_rank[name] for of_rank in by_rank if name in of_rank]
-            if id(one) in self._begun and not any(any(entry.values()) for entry in several):
+            if id(statistic) in self._begun and not any(any(entry.values()) for entry in several):
                 continue
-            _merge(one, begun[name], several)
-            summaries |= _summary(name, one)
+            _merge(statistic, begun[name], several)
+            summaries |= _summary(name, statistic)
         return summaries
 
     def _all(self, brain: Any) -> list[tuple[str, Any]]:
-        own = list(statistics_in(vars(brain)))
-        known = {id(one) for _, one in own}
+        attributes = list(statistics_in(vars(brain)))
+        known = {id(statistic) for _, statistic in attributes}
         further = statistics_in(vars(getattr(brain, "hparams", None) or Nothing()))
-        return [*own, *((name, one) for name, one in further if id(one) not in known)]
+        return [*attributes, *((name, statistic) for name, statistic in further if id(statistic) not in known)]
 
     def _warn_of_sums(self, brain: Any) -> None:
         """Name what the class itself seems to add up, of which each rank has its own."""
         present = vars(brain)
-        sums = [name for name, one in self._own_sums.items() if name in present and not _is_same(one, present[name])]
+        sums = [name for name, value in self._sums.items() if name in present and not _is_same(value, present[name])]
         if sums and hvdtrain.size() > 1 and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -87,42 +90,42 @@ def statistics_in(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """By name, the statistics among some values, and in lists and dicts among them."""
     for name, value in values.items():
         inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-        for key, one in ((f"{name}_{key}", one) for key, one in inside):
-            if isinstance(one, KINDS):
-                yield key, one
+        for key, entry in inside:
+            if isinstance(entry, KINDS):
+                yield f"{name}_{key}", entry
         if isinstance(value, WeightedErrorRateStats):
             yield f"{name}_base", value.base_stats
         elif isinstance(value, KINDS):
             yield name, value
 
 
-def parts_of(one: Any) -> Parts:
+def parts_of(statistic: Any) -> Parts:
     """What a statistic has collected: its counts, or the lists that `clear` empties."""
-    if isinstance(one, AccuracyStats):
-        return {"correct": one.correct, "total": one.total}
-    if isinstance(one, MultiMetricStats):
-        several = one.metrics.items()
-        return {"ids": one.ids} | {f"{key}/{name}": part for key, each in several for name, part in parts_of(each).items()}
-    cleared = copy(one)
+    if isinstance(statistic, AccuracyStats):
+        return {"correct": statistic.correct, "total": statistic.total}
+    if isinstance(statistic, MultiMetricStats):
+        several = statistic.metrics.items()
+        return {"ids": statistic.ids} | {f"{key}/{name}": part for key, each in several for name, part in parts_of(each).items()}
+    cleared = copy(statistic)
     cleared.clear()
-    return {name: getattr(one, name) for name, value in vars(cleared).items() if isinstance(value, list) and not value}
+    return {name: getattr(statistic, name) for name, value in vars(cleared).items() if isinstance(value, list) and not value}
 
 
-def sizes_of(one: Any) -> Parts:
+def sizes_of(statistic: Any) -> Parts:
     """By part, how much has been collected."""
-    return {name: len(part) if isinstance(part, list) else part for name, part in parts_of(one).items()}
+    return {name: len(part) if isinstance(part, list) else part for name, part in parts_of(statistic).items()}
 
 
-def new_parts(one: Any, before: Parts) -> Parts:
+def new_parts(statistic: Any, before: Parts) -> Parts:
     """What was collected since it had so much, unless it was cleared since then."""
-    found = {}
-    for name, part in parts_of(one).items():
+    collected: Parts = {}
+    for name, part in parts_of(statistic).items():
         if isinstance(part, list):
             new = part[_begin(part, before.get(name, 0)) :]
-            found[name] = [entry.cpu() if isinstance(entry, torch.Tensor) else entry for entry in new]
+            collected[name] = [entry.cpu() if isinstance(entry, torch.Tensor) else entry for entry in new]
         else:
-            found[name] = part - before.get(name, 0)
-    return found
+            collected[name] = part - before.get(name, 0)
+    return collected
 
 
 def _begin(values: list[Any], before: int) -> int:
@@ -130,12 +133,12 @@ def _begin(values: list[Any], before: int) -> int:
     return before if len(values) >= before else 0
 
 
-def _merge(one: Any, before: Parts, by_rank: list[Parts]) -> None:
+def _merge(statistic: Any, before: Parts, by_rank: list[Parts]) -> None:
     """Let a statistic have what all ranks collected, sorted by the ids of its entries."""
-    present, merged = parts_of(one), {}
+    present, merged = parts_of(statistic), {}
     for name in {name: None for entry in by_rank for name in entry}:
         new = [entry[name] for entry in by_rank if name in entry]
-        if isinstance(one, AccuracyStats):
+        if isinstance(statistic, AccuracyStats):
             merged[name] = before.get(name, 0) + sum(new)
         else:
             part = present.get(name, [])
@@ -146,25 +149,25 @@ def _merge(one: Any, before: Parts, by_rank: list[Parts]) -> None:
         if isinstance(part, list) and len(part) == len(order):
             part = [part[place] for place in order]
         key, _, inner = name.rpartition("/")
-        setattr(_metric(one, key) if key else one, inner, part)
+        setattr(_metric(statistic, key) if key else statistic, inner, part)
 
 
-def _metric(one: MultiMetricStats, key: str) -> MetricStats:
+def _metric(statistic: MultiMetricStats, key: str) -> MetricStats:
     """One of several metrics, which is made with the first batch."""
-    if key not in one.metrics:
-        one.metrics[key] = MetricStats(lambda scores: scores, batch_eval=True)
-    found: MetricStats = one.metrics[key]
-    return found
+    if key not in statistic.metrics:
+        statistic.metrics[key] = MetricStats(lambda scores: scores, batch_eval=True)
+    metric: MetricStats = statistic.metrics[key]
+    return metric
 
 
-def _summary(name: str, one: Any) -> dict[str, float]:
-    if isinstance(one, AccuracyStats):
-        return {name: one.summarize()} if one.total else {}
-    if isinstance(one, MultiMetricStats):
-        return {found: mean for key, each in one.metrics.items() for found, mean in _summary(f"{name}_{key}", each).items()}
-    if not one.ids or type(one) not in (ErrorRateStats, MetricStats):
+def _summary(name: str, statistic: Any) -> dict[str, float]:
+    if isinstance(statistic, AccuracyStats):
+        return {name: statistic.summarize()} if statistic.total else {}
+    if isinstance(statistic, MultiMetricStats):
+        return {score: mean for key, each in statistic.metrics.items() for score, mean in _summary(f"{name}_{key}", each).items()}
+    if not statistic.ids or type(statistic) not in (ErrorRateStats, MetricStats):
         return {}
-    return {name: float(one.summarize("error_rate" if type(one) is ErrorRateStats else "average"))}
+    return {name: float(statistic.summarize("error_rate" if type(statistic) is ErrorRateStats else "average"))}
 
 
 def _may_be_sum(name: str, value: Any) -> bool:
@@ -178,9 +181,9 @@ def _copied(value: Any) -> Any:
     return deepcopy(value) if isinstance(value, dict) else copy(value)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, (list, dict)):
-        return type(other) is type(one) and len(one) == len(other) and (isinstance(one, list) or repr(one) == repr(other))
-    return bool(numpy.array_equal(one, other))
+def _is_same(before: Any, now: Any) -> bool:
+    if isinstance(before, torch.Tensor):
+        return isinstance(now, torch.Tensor) and torch.equal(before, now)
+    if isinstance(before, (list, dict)):
+        return type(now) is type(before) and len(before) == len(now) and (isinstance(before, list) or repr(before) == repr(now))
+    return bool(numpy.array_equal(before, now))

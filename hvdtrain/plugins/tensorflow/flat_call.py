@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import tensorflow as tf
@@ -31,5 +32,5 @@ class FlatCall:
             taken = self._graph.function_type.unpack_inputs(self._graph.function_type.bind(*arguments))
         except Exception:  # another version's
             return False
-        has_all = len(taken) == len(flat) and all(one is other for one, other in zip(taken, flat, strict=True))
+        has_all = len(taken) == len(flat) and all(map(operator.is_, taken, flat))
         return has_all and all(hasattr(self._graph, name) for name in ("_call_flat", "captured_inputs"))

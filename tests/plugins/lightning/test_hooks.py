@@ -38,7 +38,7 @@ class Scaled(lightning.LightningDataModule):
 
 
 class Rare(Net):
-    """Has methods of its own that few have."""
+    """Defines methods that few modules define."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.log_dict({name: float(value) for name, value in lightning.utilities.grad_norm(self, 2).items()})

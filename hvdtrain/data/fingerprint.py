@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.copies import A_COPY
-from hvdtrain.data.types import Array
+from hvdtrain.data.types import Array, imported_class
 
 SIMPLE = (int, float, complex, bool, bytes, type(None), type(...))
 
@@ -122,7 +122,8 @@ class _Walk:
             return name if code is None else f"{name} {self._code_text(value, code)}"
         if isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype != object:
             return _array_text(numpy.asarray(value))
-        if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Tensor):
+        if isinstance(value, imported_class("torch", "Tensor")):
+            torch = sys.modules["torch"]
             with suppress(Exception):  # a quantized or sparse one, or one without values
                 numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 return f"{value.dtype} {tuple(value.shape)} {_array_text(numbers)}"

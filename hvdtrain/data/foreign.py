@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource
-from hvdtrain.data.types import Array
+from hvdtrain.data.types import Array, imported_class
 from hvdtrain.errors import DataError
 
 
@@ -24,8 +23,7 @@ def as_dataset(opened: Any) -> Dataset | None:
 
 def is_map_style(value: Any) -> bool:
     """Whether a value is a map-style dataset: it has a length and returns item i. Dicts and strings are not."""
-    streaming = sys.modules.get("torch.utils.data")
-    if isinstance(value, (str, bytes, Mapping, type)) or (streaming and isinstance(value, streaming.IterableDataset)):
+    if isinstance(value, (str, bytes, Mapping, type, imported_class("torch.utils.data", "IterableDataset"))):
         return False
     return not _missing_methods(value)
 

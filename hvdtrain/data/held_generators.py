@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.randomness import generator_states, mix_seed, seed_generators
+from hvdtrain.data.types import imported_class
 
 MOST_OBJECTS = 1000
 """How many objects are looked at, those nearest first: the items themselves may be millions."""
@@ -79,10 +80,9 @@ def _is_generator(value: Any) -> bool:
         return value is not numpy.random.mtrand._rand
     if isinstance(value, random.Random):
         return value is not random._inst and not isinstance(value, random.SystemRandom)
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not isinstance(value, torch.Generator):
+    if not isinstance(value, imported_class("torch", "Generator")):
         return False
-    return value is not torch.default_generator and value.device.type == "cpu"
+    return value is not sys.modules["torch"].default_generator and value.device.type == "cpu"
 
 
 def _state(generator: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,17 @@ else:  # `--help` imports the keys of every dataset without numpy
 
 External = Literal["refuse", "follow"]
 """What to do where an HDF file refers to other files: a data file must not make the trainer read others without permission."""
+
+
+def imported_class(module: str, name: str) -> Any:
+    """A class of a package that is not imported here, for isinstance. It is an empty tuple, of which nothing is an instance, if
+    the package is not imported yet, or another thread is still importing it.
+
+    >>> import fractions, sys
+    >>> imported_class("fractions", "Fraction"), imported_class("fractions", "None_yet"), imported_class("not_imported", "Class")
+    (<class 'fractions.Fraction'>, (), ())
+    """
+    return getattr(sys.modules.get(module), name, ())
 
 
 @dataclass(frozen=True)

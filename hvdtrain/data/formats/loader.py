@@ -14,14 +14,13 @@ import numpy
 from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.held_generators import Generators
 from hvdtrain.data.randomness import EPOCH, mix_seed
-from hvdtrain.data.types import Array
+from hvdtrain.data.types import Array, imported_class
 from hvdtrain.errors import ConfigError, DataError
 
 
 def is_loader(value: Any) -> bool:
     """Whether a value of a config is a DataLoader of PyTorch."""
-    of_torch = sys.modules.get("torch.utils.data")
-    return of_torch is not None and isinstance(value, of_torch.DataLoader)
+    return isinstance(value, imported_class("torch.utils.data", "DataLoader"))
 
 
 def read_loader(where: str, loader: Any) -> tuple[Any, Any]:

@@ -75,8 +75,9 @@ def describe(value: Any) -> str:
 
 
 def _missing_methods(value: Any) -> list[str]:
-    """The methods of a map-style dataset that a value does not have."""
-    return [name for name in ("__len__", "__getitem__") if not hasattr(type(value), name)]
+    """The methods of a map-style dataset that a value does not have. (That of PyTorch's base class only raises.)"""
+    of_base = getattr(imported_class("torch.utils.data", "Dataset"), "__getitem__", None)
+    return [name for name in ("__len__", "__getitem__") if getattr(type(value), name, of_base) is of_base]
 
 
 def as_source(where: str, opened: Any, convert: Callable[[int, Any], Item]) -> SequenceSource:

@@ -59,7 +59,8 @@ class DataKeys(Section):
 
     @property
     def may_limit_batches(self) -> bool:
-        """Whether a dataset is a DataLoader, which has a size of batches, or a function that may return one."""
+        """Whether a dataset is a DataLoader, which has a size of batches, or a function that may return one, or has a function as
+        its order, which may return batches."""
         datasets = [self.train, self.dev, self.eval, *self.eval_datasets.values(), self.forward_data, self.search_data]
         return any(map(_may_limit_batches, datasets))
 
@@ -67,6 +68,8 @@ class DataKeys(Section):
 def _may_limit_batches(value: Any) -> bool:
     if isinstance(value, Mapping):
         inside = value.get("datasets") or ()
+        if callable(value.get("seq_ordering")):
+            return True
         return any(map(_may_limit_batches, [value.get("class"), *(inside.values() if isinstance(inside, Mapping) else inside)]))
     return hasattr(value, "batch_sampler") or isinstance(value, FunctionType)
 

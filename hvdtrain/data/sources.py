@@ -104,6 +104,12 @@ def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[Problem]]:
     )
 
 
+WITHOUT_ITEMS = (
+    " (an iterable itself is a dataset, without a dict; collate is for items with __len__ and __getitem__. Of batches that are "
+    "ready, make single items)"
+)
+
+
 def _check_class(
     name: str, kind: Any, options: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[DatasetSpec | None, list[Problem]]:
@@ -124,7 +130,11 @@ def _check_class(
     if not (callable(kind) or is_reference(kind)):
         similar = closest(kind, [*KINDS, *SOURCES, *BY_RETURNN]) if isinstance(kind, str) else None
         hint = (absent(kind) if isinstance(kind, str) else "") or (
-            f" (did you mean {similar}? see docs/datasets.md)" if similar else ""
+            f" (did you mean {similar}? see docs/datasets.md)"
+            if similar
+            else WITHOUT_ITEMS
+            if hasattr(kind, "__iter__") and not isinstance(kind, str)
+            else ""
         )
         problems += problem(
             "unknown-value",

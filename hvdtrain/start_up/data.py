@@ -217,7 +217,7 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
     feed = replace(
         feed,
         order_keys=spec.order,
-        batch_keys=batch_keys.limited(spec.name, dataset.max_seqs),
+        batch_keys=batch_keys.limited(spec.name, dataset.max_seqs, callable(spec.order.seq_ordering)),
         subset=find_listed(dataset, spec.order.seq_list_filter_file),
         chunks=None if dataset.has_fixed_order else make_chunks(dataset.lengths, chunk_keys),
         made_for=size,

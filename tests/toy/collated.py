@@ -106,6 +106,11 @@ LOADERS = {
     "sampler": lambda: torch.utils.data.DataLoader(
         Pairs(50), sampler=Backwards(), batch_size=12 // hvdtrain.size(), collate_fn=collate
     ),
+    "batches": lambda: torch.utils.data.DataLoader(
+        Pairs(50),
+        batch_sampler=[each.tolist() for each in torch.arange(50).split(12 // hvdtrain.size())],
+        collate_fn=collate,
+    ),
     "workers": lambda: torch.utils.data.DataLoader(Pairs(50), batch_size=12, collate_fn=collate, num_workers=2),
 }
 train = {"class": Pairs, "count": 50, "collate": collate}

@@ -233,13 +233,18 @@ class BatchKeys(Section):
         """Whether a key limits the size of a batch."""
         return self.batch_size is not None or self.max_seqs not in (None, -1) or self.packed_batch_size is not None
 
-    def limited(self, name: str, max_seqs: int | None) -> BatchKeys:
+    def limited(self, name: str, max_seqs: int | None, may_have_batches: bool = False) -> BatchKeys:
         """The keys of a dataset that asks for this number of sequences, which holds if no key sets a limit.
+
+        Args:
+            may_have_batches: whether a function orders the dataset, which may return batches.
 
         Raises:
             DataError: nothing limits batches.
         """
         if self.has_limit:
+            return self
+        if max_seqs is None and may_have_batches:
             return self
         if max_seqs is None:
             raise DataError(f"{name}: {NO_LIMIT}")

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
 import numpy
 
-from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.batch_keys import NO_LIMIT, BatchKeys
 from hvdtrain.data.plan.bounds import SEQUENCES_AT_ONCE, blocks_of, bounds, group_by_cost, random_order, rearrange
 from hvdtrain.data.plan.chunks import Chunks, select_by_length
 from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
 from hvdtrain.data.plan.frames import cut_frames, frames_of
 from hvdtrain.data.plan.mix import Mix
 from hvdtrain.data.plan.order import order, order_in_windows, order_mixed
-from hvdtrain.data.plan.order_keys import OrderKeys, part_of, seed_of
+from hvdtrain.data.plan.order_keys import GivenOrder, OrderKeys, method_of, part_of, seed_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -195,36 +195,86 @@ def plan(
         max_batches: of all ranks together; None: all.
 
     Raises:
-        DataError: none of the epoch's sequences is left, or the keys of the order or the cost do not fit the data.
+        DataError: none of the epoch's sequences is left, the keys of the order or the cost do not fit the data, or nothing limits
+            batches.
     """
-    order_lengths = lengths if lengths_of_order is None else lengths_of_order
-    sort_by = sorting_lengths(order_lengths)
-    if mix is not None:
-        in_use = numpy.arange(len(sort_by)) if subset is None else subset
-        in_use = select_by_length(order_lengths, in_use, batch_keys.min_seq_length, batch_keys.max_seq_length)
-        ordered = order_mixed(sort_by, order_keys, epoch, mix, in_use)
-    elif window is None:
-        ordered = order(sort_by, order_keys, epoch, subset, file_bounds)
+    method = method_of(order_keys, epoch)
+    if isinstance(method, GivenOrder) and method.bounds is not None:
+        selections = {
+            "an iterable": window is not None,
+            "a MixingDataset": mix is not None,
+            "chunking": chunks is not None,
+            "seq_list_filter_file or sampling_sizes": subset is not None,
+        }
+        _check_given(method, lengths, order_keys, batch_keys, epoch, selections)
+        planned, times = Plan(method.indices, method.bounds), lengths
     else:
-        ordered = order_in_windows(sort_by, order_keys, epoch, window)
-    indices = select_by_length(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
-    if chunks is not None:
-        indices = chunks.numbers_of(indices)
-        lengths = chunks.lengths
-    if len(ordered) and not len(indices):
-        raise DataError(
-            f"epoch {epoch}: expected at least one of its {len(ordered)} sequences to be left, got none that min_seq_length, "
-            "max_seq_length and min_chunk_size allow"
+        order_lengths = lengths if lengths_of_order is None else lengths_of_order
+        sort_by = sorting_lengths(order_lengths)
+        if mix is not None:
+            in_use = numpy.arange(len(sort_by)) if subset is None else subset
+            in_use = select_by_length(order_lengths, in_use, batch_keys.min_seq_length, batch_keys.max_seq_length)
+            ordered = order_mixed(sort_by, order_keys, epoch, mix, in_use)
+        elif window is None:
+            ordered = order(sort_by, order_keys, epoch, subset, file_bounds)
+        else:
+            ordered = order_in_windows(sort_by, order_keys, epoch, window)
+        indices = select_by_length(lengths, ordered, batch_keys.min_seq_length, batch_keys.max_seq_length)
+        if chunks is not None:
+            indices = chunks.numbers_of(indices)
+            lengths = chunks.lengths
+        if len(ordered) and not len(indices):
+            raise DataError(
+                f"epoch {epoch}: expected at least one of its {len(ordered)} sequences to be left, got none that min_seq_length, "
+                "max_seq_length and min_chunk_size allow"
+            )
+        if callable(order_keys.seq_ordering) and not batch_keys.has_limit:
+            raise DataError(f"{NO_LIMIT}, nor batches from seq_ordering")
+        sizes, limits, times = count_in_cost(batch_keys, lengths, batch_keys.limits(epoch))
+        planned = (
+            Plan(*cut_frames(lengths, indices, limits))
+            if batch_keys.frame_batches
+            else Plan(indices, bounds(sizes, indices, limits))
         )
-    sizes, limits, times = count_in_cost(batch_keys, lengths, batch_keys.limits(epoch))
-    planned = (
-        Plan(*cut_frames(lengths, indices, limits)) if batch_keys.frame_batches else Plan(indices, bounds(sizes, indices, limits))
-    )
     if batch_keys.shuffle_batches or batch_keys.balance_ranks or batch_keys.shuffle_window:
         planned = _reorder(planned, times, order_keys, batch_keys, epoch)
     if max_batches is not None and max_batches < planned.num_batches:
         planned = Plan(planned.order[: planned.bounds[max_batches]], planned.bounds[: max_batches + 1])
     return _with_largest_first(planned, lengths, batch_keys.balance_ranks or 1) if batch_keys.largest_batches_first else planned
+
+
+def _check_given(
+    given: GivenOrder,
+    lengths: Mapping[str, Array],
+    order_keys: OrderKeys,
+    batch_keys: BatchKeys,
+    epoch: int,
+    selections: Mapping[str, bool],
+) -> None:
+    """Check the batches that a function of the config has returned, as they are. Raises: DataError.
+
+    Args:
+        selections: by name, whether something else selects or orders the sequences.
+    """
+    limits = batch_keys.limits(epoch)
+    uses = {
+        "max_seqs or max_seqs_total (max_seqs_dev limits evaluation)": limits.max_seqs is not None,
+        "batch_size, packed_batch_size or max_pad_size": limits
+        != replace(limits, batch_size=None, packed_batch_size=None, max_pad_size=None),
+        "max_seq_length or min_seq_length": bool(batch_keys.max_seq_length or batch_keys.min_seq_length),
+        "frame_batches": batch_keys.frame_batches,
+        "partition_epoch": order_keys.partition_epoch > 1,
+        "repeat_epoch": order_keys.repeat_epoch > 1,
+        **selections,
+    }
+    for name in [name for name, is_used in uses.items() if is_used]:
+        raise DataError(f"seq_ordering: expected no {name} with batches that a function or a batch_sampler makes, got both")
+    size = len(next(iter(lengths.values())))
+    if given.indices.min() < 0 or given.indices.max() >= size:
+        raise DataError(
+            f"seq_ordering: expected batches of indices from 0 to {size - 1} for epoch {epoch}, got some from "
+            f"{given.indices.min()} to {given.indices.max()}"
+        )
 
 
 def _reorder(plan: Plan, sizes: Mapping[str, Array], order_keys: OrderKeys, batch_keys: BatchKeys, epoch: int) -> Plan:

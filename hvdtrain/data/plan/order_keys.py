@@ -58,7 +58,8 @@ class OrderKeys:
         "default",
         "order of the sequences: default, reverse, default_every_n:N, sorted, sorted_reverse, random, random_sample, "
         "sort_bin_shuffle, sort_bin_shuffle_x2, laplace (these three take :BINS or :.SEQUENCES_PER_BIN), "
-        "random_blocks:SEQUENCES_PER_BLOCK; or a function {signature} that returns one of these, or all indices in order",
+        "random_blocks:SEQUENCES_PER_BLOCK; or a function {signature} that returns one of these, or all indices in order (an "
+        "array), or the batches (a list of lists of indices)",
         Rule(f"one of {', '.join(METHODS)}, with :NUMBER or :.NUMBER where it takes one", is_order),
         signature="*, epoch, **_",
     )
@@ -100,9 +101,15 @@ class Method:
 
 @dataclass(frozen=True)
 class GivenOrder(Method):
-    """The indices of all sequences, each once, that a function of the config has returned."""
+    """What a function of the config has returned: the indices of all sequences, each once, or those of its batches.
+
+    Attributes:
+        indices: int64, one batch after the other.
+        bounds: as in `Plan`; None: keys limit the batches.
+    """
 
     indices: Any = field(default=None, compare=False, repr=False)
+    bounds: Any = field(default=None, compare=False, repr=False)
     checksum: int = 0
 
 
@@ -159,12 +166,30 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
         if keys.partition_epoch > 1:  # all parts are cut from the same order
             value = call_for_epoch("seq_ordering", text, full_epoch(keys, epoch))
         return GivenOrder("indices", indices=value, checksum=crc32(value.tobytes()))
+    if isinstance(value, list):
+        return _given_batches(value, epoch)
     if not isinstance(value, str) or not is_order(value):
         raise DataError(
             f"seq_ordering: expected the function to return one of {', '.join(METHODS)} (with :NUMBER or :.NUMBER where it takes "
-            f"one), or an array of indices, got {value!r} for epoch {epoch}"
+            f"one), an array of indices, or a list of batches, got {value!r} for epoch {epoch}"
         )
     return parse(value)
+
+
+def _given_batches(batches: list[Any], epoch: int) -> GivenOrder:
+    """Raises: DataError, if they are not lists of indices."""
+    import numpy  # here, as `--help` imports this file without it
+
+    try:
+        indices = [numpy.asarray(batch, dtype=numpy.int64) for batch in batches]
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"seq_ordering: expected batches that are lists of indices for epoch {epoch}, got others: {error}"
+        ) from None
+    if not indices or any(batch.ndim != 1 or not len(batch) for batch in indices):
+        raise DataError(f"seq_ordering: expected batches of at least one index for epoch {epoch}, got an empty one, or none")
+    joined, bounds = numpy.concatenate(indices), numpy.cumsum([0, *map(len, indices)], dtype=numpy.int64)
+    return GivenOrder("batches", indices=joined, bounds=bounds, checksum=crc32(bounds.tobytes(), crc32(joined.tobytes())))
 
 
 def order_text(keys: OrderKeys, epoch: int) -> str:
@@ -173,7 +198,7 @@ def order_text(keys: OrderKeys, epoch: int) -> str:
         return keys.seq_ordering
     method = method_of(keys, epoch)
     if isinstance(method, GivenOrder):
-        return f"indices with the checksum {method.checksum}"
+        return f"{method.name} with the checksum {method.checksum}"
     return str(call_for_epoch("seq_ordering", keys.seq_ordering, epoch))
 
 

@@ -3,8 +3,7 @@
 import importlib.util
 import json
 import random
-from dataclasses import dataclass, field
-from itertools import repeat
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,16 @@ from inside import run_inside
 from launching import TOY
 from opened_data import opened
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 from trainings import Run, Trained, assert_same, trains
 
@@ -51,7 +59,7 @@ THEIRS: Any = loaded()
 @trains(TWO)
 def trainings(run: Run, folder: Path) -> dict[str, dict[str, object]]:
     given: dict[str, object] = {"configs": [CONFIG]}
-    of_loaders = {name: given | {"reading": name} for name in ("loader", "unreadable", "sampler")}
+    of_loaders = {name: given | {"reading": name} for name in ("loader", "unreadable", "sampler", "batches")}
     return {"dict": given, **of_loaders, "drawn": given | {"drawing": "items"}}
 
 
@@ -66,7 +74,7 @@ def trained_by_a_loop(reading: str = "loader") -> dict[str, numpy.ndarray]:
     return {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["dict", "loader", "unreadable", "sampler"])
+@pytest.mark.parametrize("name", ["dict", "loader", "unreadable", "sampler", "batches"])
 def test_ranks_train_as_a_loop_around_a_data_loader_does(trained: Trained, name: str) -> None:
     wanted = trained_by_a_loop("loader" if name == "dict" else name)
     made = trained(trainings, TWO).weights(name)
@@ -220,13 +228,23 @@ def test_what_cannot_be_planned_is_refused_by_name(value: Any, message: str) -> 
 
 
 class Own(BatchSampler):
-    pass
+    """As PyTorch's, but for its name."""
+
+
+class Several(Dataset):  # type: ignore[type-arg]
+    """Looks up several numbers at once, and no other."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        return 2 * torch.tensor(numbers)
 
 
 def test_what_is_read_of_a_loader() -> None:
-    assert "the batch_sampler Own (give its dataset and collate_fn" in " ".join(
-        problems_of_data(DataLoader([1, 2], batch_sampler=Own(SequentialSampler([1, 2]), 2, False)))
-    )
+    assert opened(DataLoader([1, 2], batch_sampler=Own(SequentialSampler([1, 2]), 2, False))).max_seqs == 2
+    several = opened(DataLoader(Subset(Several(), [4, 3, 1]), batch_size=2, collate_fn=list))
+    assert several.collated(several.batch(numpy.array([2, 0]))).tree == [2, 8]
     dataset = opened(DataLoader([5, 6, 7], batch_size=2, drop_last=True))
     assert dataset.max_seqs == 2
     assert dataset.warnings() == ["drop_last: every item is trained on in each epoch; the last batch may be smaller"]
@@ -268,19 +286,90 @@ class Drawing(SequentialSampler):
 
 
 def test_the_order_of_a_sampler_follows_from_the_epoch() -> None:
-    def order(sampler: Any, epoch: int) -> list[int]:
-        [problems] = [parse("train", DataLoader(list(range(30)), sampler=sampler, batch_size=4), {})]
-        assert problems[0] is not None
-        return ordered(numpy.zeros(30), problems[0].order, epoch).tolist()
+    def order(sampler: Any, *epochs: int) -> Any:
+        spec, _ = parse("train", DataLoader(list(range(30)), sampler=sampler, batch_size=4), {})
+        assert spec is not None
+        return [ordered(numpy.zeros(30), spec.order, epoch).tolist() for epoch in epochs][-1]
 
     again, sampler = Drawing(list(range(30))), Drawing(list(range(30)))
     orders = [order(sampler, epoch) for epoch in (1, 2)]
     assert orders[1] == order(again, 2) != orders[0]
     assert sorted(orders[0]) == list(range(30))
-    with pytest.raises(DataError, match="whose order follows from the epoch .* another order by Counting"):
-        order(Counting(list(range(30))), 1)
-    with pytest.raises(DataError, match="expected a sampler with each of the 30 items once, got others by repeat"):
-        order(repeat(3), 1)
+    counting = Counting(list(range(30)))  # without set_epoch: as a loop reads it
+    assert order(counting, 3) == order(counting, 1, 2, 3) == order(counting, 4, 3) == [*range(3, 30), 0, 1, 2]
+    with pytest.raises(DataError, match="whose order follows from the epoch .* another order by Unseeded"):
+        order(Unseeded(), 1)
+    with pytest.raises(DataError, match="expected a sampler with each of the 30 items once, got others by Missing"):
+        order(Missing(range(30)), 1)
+    with pytest.raises(DataError, match=r"expected numbers of items .* from Chunks, got others: int"):
+        order(Chunks(), 1)
+
+
+class Missing(SequentialSampler):
+    def __iter__(self) -> Any:
+        return iter([3] * 30)
+
+
+class Unseeded:
+    def __iter__(self) -> Any:
+        return iter(random.SystemRandom().sample(range(30), 30))
+
+
+class Chunks:
+    """Batches of similar length, which it shuffles in place, and their own size."""
+
+    def __init__(self) -> None:
+        self.batches = [[0, 1, 2], [3], [4, 5], list(range(6, 29))]
+
+    def __iter__(self) -> Any:
+        random.shuffle(self.batches)
+        return iter(self.batches)
+
+
+class Twice(Chunks):
+    def __iter__(self) -> Any:
+        return iter([[0], [0, 1]])
+
+
+def test_the_batches_of_a_sampler_are_taken_as_they_are(tmp_path: Path) -> None:
+    def planned(sampler: Any, epoch: int, size: int = 1, **keys: Any) -> list[list[int]]:
+        spec, _ = parse("train", DataLoader(list(range(30)), batch_sampler=sampler), {})
+        assert spec is not None
+        dataset = OneAtATime(opened(DataLoader(list(range(30)), batch_sampler=sampler)))
+        feed = Feed("train", dataset, spec.order, BatchKeys(**keys), size - 1, size)
+        return [batch.tolist() for batch in feed.rank_batches(feed.plan(epoch))]
+
+    chunks = Chunks()
+    given = sorted(chunks.batches)
+    assert sorted(planned(chunks, 1)) == sorted(planned(chunks, 2)) == given
+    assert planned(chunks, 2) == planned(chunks, 2) != planned(chunks, 1)
+    assert planned(chunks, 1)[1::2] == planned(chunks, 1, size=2)
+    assert planned([[2, 0], [1]], 1) == [[2, 0], [1]]
+    with pytest.raises(
+        DataError, match=r"expected no max_seqs or max_seqs_total \(max_seqs_dev limits evaluation\) with batches"
+    ):
+        planned(chunks, 1, max_seqs=4)
+    with pytest.raises(DataError, match="expected batches with each of the 30 items at most once, got others by Twice"):
+        planned(Twice(), 1)
+    with pytest.raises(DataError, match="expected lists of numbers of items from SequentialSampler, got others"):
+        planned(SequentialSampler(range(30)), 1)
+    assert "a list_iterator as its sampler (a list" in " ".join(
+        problems_of_data(DataLoader([1, 2], batch_sampler=iter([[0], [1]])))
+    )
+    order = OrderKeys(seq_ordering=lambda **_: [[0, 1], [0]])  # repeats an item
+    repeating = Feed("train", OneAtATime(opened({"class": [5, 6], "collate": list})), order, BatchKeys(), 0, 1)
+    assert [batch.tolist() for batch in repeating.rank_batches(repeating.plan(1))] == [[0, 1], [0]]
+    wrong = {
+        "expected batches of indices from 0 to 1 for epoch 1, got some from 0 to 2": [[0], [2]],
+        "expected batches of at least one index for epoch 1": [[0], []],
+        "expected batches that are lists of indices": [["a"]],
+    }
+    for message, batches in wrong.items():
+        order = OrderKeys(seq_ordering=lambda batches=batches, **_: batches)
+        with pytest.raises(DataError, match=message):
+            replace(repeating, order_keys=order).plan(1)
+    with pytest.raises(DataError, match="got neither, nor batches from seq_ordering"):
+        replace(repeating, order_keys=OrderKeys(seq_ordering=lambda **_: "random")).plan(1)
 
 
 class Taking:

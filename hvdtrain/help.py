@@ -117,11 +117,15 @@ def anchor(section: type, key: Key) -> str:
     >>> [anchor(section, declared_keys(section)[0]) for section in sections]
     ['task', 'HDFDataset.files', 'torch_distributed.backend']
     """
+    outer = _outer(section)
+    return key.name if outer is None else f"{outer}.{key.name}"
+
+
+def _outer(section: type) -> str | None:
+    """The dict or the class that the keys of a section are in; None: they are keys of a config."""
     of_class = re.search(r'"class": "(\w+)"', _title(section))
     outer = next((name for name, keys in DICTS.items() if keys is section), of_class[1] if of_class else None)
-    if outer is None and section in DATASET_SECTIONS:
-        outer = "dataset"
-    return key.name if outer is None else f"{outer}.{key.name}"
+    return "dataset" if outer is None and section in DATASET_SECTIONS else outer
 
 
 def pointer(problems: Iterable[Problem]) -> str:
@@ -137,12 +141,13 @@ def pointer(problems: Iterable[Problem]) -> str:
 
 
 def _is_meant(name: str, section: type, key: Key) -> bool:
-    """Whether a section's key has this name: `seq_ordering`, `train.seq_ordering`, `torch_distributed.backend`, or an alias."""
+    """Whether a section's key has this name: `seq_ordering`, `train.seq_ordering`, `MapDataset.num_workers`,
+    `torch_distributed.backend`, or an alias.
+    """
     outer, _, entry = name.rpartition(".")
     if outer in ("train", "dev", "eval"):
         return section in DATASET_SECTIONS and entry in key.names
-    dicts = {dict_name for dict_name, keys in DICTS.items() if keys is section}
-    return name in key.names or ALIASES.get(name) == key.name or (outer in dicts and entry in key.names)
+    return name in key.names or ALIASES.get(name) == key.name or (outer != "" and outer == _outer(section) and entry in key.names)
 
 
 def _mentions(doc: str, word: str) -> bool:

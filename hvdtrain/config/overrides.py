@@ -25,6 +25,10 @@ OVERRIDING = (COMMAND_LINE, CALL)
 CHANGED = set[str]()
 """Modules whose constants overrides have changed, until they are forgotten (`source.separate_imports`)."""
 
+REPLACED = list[tuple[dict[str, Any], str, Any]]()
+"""Constants of modules that the program itself has imported: the module's names, that of the constant and its value, which
+`source.separate_imports` puts back."""
+
 
 @dataclass(frozen=True)
 class Code:
@@ -55,7 +59,7 @@ def override(
 
     Args:
         names: those of the module.
-        known: modules that are not this config's: other code of the program may use them.
+        known: modules that the program has imported before this config: they get their constants back.
         keys: names that have an effect by themselves.
 
     Raises:
@@ -71,10 +75,13 @@ def override(
             if constant is None or callable(constant):
                 continue
             file = Path(inner.get("__file__") or "")
-            if module not in known and file.suffix == ".py":
+            if file.suffix == ".py" and (module not in known or _is_of_program(file)):
+                if module in known:
+                    REPLACED.append((inner, name, constant))
+                else:
+                    CHANGED.add(module)
                 inside = Code.parse(file.read_text(encoding="utf-8"), str(file))
                 override(inner, inside, {name: value}, known, keys)
-                CHANGED.add(module)
             if inner[name] is value or constant == value:
                 names[name] = value
                 reached.add(name)
@@ -82,9 +89,14 @@ def override(
                 raise ConfigError.of(
                     "wrong-type",
                     f"++{name}: expected a constant of the config, or of a module that it imports, got one that {module} "
-                    f"computes, or that other code uses (config.value({name!r}, default) in the config reads the override)",
+                    f"computes, or of an installed package (config.value({name!r}, default) in the config reads the override)",
                 )
     return reached
+
+
+def _is_of_program(file: Path) -> bool:
+    """Whether a file is the program's own, not an installed package's."""
+    return not any(file.is_relative_to(folder) for folder in (sys.prefix, sys.base_prefix, Path(__file__).parent.parent))
 
 
 def _imported_from(imports: Iterable[ast.ImportFrom], name: str, package: str | None) -> Iterator[str]:

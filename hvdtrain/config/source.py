@@ -23,7 +23,7 @@ from hvdtrain.config.access import ConfigAccess
 from hvdtrain.config.convert import text_value
 from hvdtrain.config.large_imports import file_of
 from hvdtrain.config.missing import import_failure
-from hvdtrain.config.overrides import CHANGED, COMMAND_LINE, Code, line_in, lines_that_read, override, set_nested
+from hvdtrain.config.overrides import CHANGED, COMMAND_LINE, REPLACED, Code, line_in, lines_that_read, override, set_nested
 from hvdtrain.errors import ConfigError, Problem
 
 MODULE_NAME = "__hvdtrain_config__"
@@ -318,6 +318,7 @@ def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
     """Forget at the end what these configs imported from their folders: those of another one may have the same names.
 
     What the program itself finds there stays, unless an override has changed it; with that, its whole package is forgotten.
+    Modules that the program has imported before get their constants back.
     """
     path = list(sys.path)
     modules = set(sys.modules)
@@ -327,6 +328,9 @@ def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
         folders = {str(config.resolve().parent) for config in configs} - (set() if CHANGED else set(path))
         packages = {name.partition(".")[0] for name in CHANGED}
         CHANGED.clear()
+        while REPLACED:
+            names, name, value = REPLACED.pop()
+            names[name] = value
         sys.path[:] = path
         for name in set(sys.modules) - modules - {MODULE_NAME}:
             file = file_of(sys.modules[name]) or ""

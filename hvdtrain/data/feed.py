@@ -272,9 +272,8 @@ class Feed:
             return check(read(slice(None)), indices)
         except BrokenSequence as error:
             if not self.broken.limit:
-                raise BrokenSequence(
-                    f"{self.name}: {error} (skip_broken = N lets a training continue without N of them)"
-                ) from None
+                where = "" if str(error).startswith(f"{self.name}, ") else f"{self.name}: "
+                raise BrokenSequence(f"{where}{error} (skip_broken = N lets a training continue without N of them)") from None
         good = numpy.ones(len(indices), bool)
         broken = []
         for place, sequence in enumerate(self.sequences_of(indices).tolist()):

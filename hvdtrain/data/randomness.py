@@ -8,7 +8,9 @@ change the numbers of the step, and get numbers that depend on the time.
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -166,12 +168,12 @@ def seeded_config(seed: int, on_draw: Callable[[], object]) -> Iterator[None]:
     """
     seed = mix_seed(seed, CONFIG)
     seed_generators(seed)
-    before = _python_state(), _numpy_memory().raw
+    before = _python_state(), _numpy_state()
     finder = _SeededTorch(seed)
     sys.meta_path.insert(0, finder)
     try:
         yield
-        if (_python_state(), _numpy_memory().raw) != before or _torch_has_drawn(seed):
+        if (_python_state(), _numpy_state()) != before or _torch_has_drawn(seed):
             on_draw()
     finally:
         if finder in sys.meta_path:
@@ -219,7 +221,7 @@ def generator_states() -> tuple[Any, ...]:
     """
     generator = _torch_generator()
     of_torch = None if generator is None else _torch_state(generator)
-    return _python_state(), _numpy_memory().raw, of_torch
+    return _python_state(), _numpy_state(), of_torch
 
 
 @contextmanager
@@ -262,12 +264,32 @@ def _python_memory() -> Any:
     return memory if memory.raw == numpy.array([position, *words], numpy.uint32).tobytes() else None
 
 
-def _numpy_memory() -> Any:
-    """The words of numpy's Mersenne Twister and its position among them. `get_state` would take a hundred times as long."""
+def _numpy_state() -> bytes:
+    """The words of numpy's Mersenne Twister and its position among them, and the second number of the last pair that it has
+    normalized. `get_state` would take a hundred times as long."""
     bits = numpy.random.get_bit_generator()  # type: ignore[attr-defined]  # not in numpy's stubs
-    if not isinstance(bits, numpy.random.MT19937):
-        return ctypes.create_string_buffer(repr(bits.state).encode())
-    return (ctypes.c_char * (625 * 4)).from_address(bits.ctypes.state_address)
+    place = _place_in_numpy()
+    if not isinstance(bits, numpy.random.MT19937) or place is None:
+        return pickle.dumps(numpy.random.get_state(legacy=False))
+    second = ctypes.string_at(id(numpy.random.mtrand._rand) + place, SECOND)
+    return ctypes.string_at(bits.ctypes.state_address, 625 * 4) + second
+
+
+SECOND = 16
+"""The bytes of the second number of a pair in a generator of numpy's, after those that say whether there is one."""
+
+
+@cache
+def _place_in_numpy() -> int | None:
+    """Where they are; None: not where numpy has them."""
+    if sys.implementation.name != "cpython":
+        return None
+    tried = numpy.random.RandomState(1)
+    tried.normal()
+    state: Any = tried.get_state(legacy=False)
+    memory = ctypes.string_at(id(tried), type(tried).__basicsize__)
+    place = memory.find(struct.pack("q", state["has_gauss"]) + struct.pack("d", state["gauss"]))
+    return place if place > 0 else None
 
 
 WORDS = 624 * 4

@@ -33,11 +33,13 @@ class Outputs(dict[str, "Array"]):
 
     Attributes:
         vectors: the names of outputs without a frame axis: features of the whole sequence, shape (features,).
+        uncut: the names of outputs whose numbers of frames nobody gave: a sequence has as many as all others of its batch.
     """
 
-    def __init__(self, vectors: frozenset[str]) -> None:
+    def __init__(self, vectors: frozenset[str], uncut: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.vectors = vectors
+        self.uncut = uncut
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def split_by_sequence(
     """
     count = len(batch.indices)
     known = frozenset(vectors)
-    sequences = [Outputs(known) for _ in range(count)]
+    uncut = frozenset(name for name, (values, seq_lens) in outputs.items() if seq_lens is None and not isinstance(values, list))
+    sequences = [Outputs(known, uncut) for _ in range(count)]
     for name, (values, seq_lens) in outputs.items():
         if seq_lens is not None and batch.is_packed:
             values, seq_lens = _split_packed(name, values, seq_lens), None

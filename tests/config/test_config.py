@@ -1,5 +1,6 @@
 """Configs: Python and JSON, overrides of the command line, and every mistake reported at once."""
 
+import importlib
 import json
 import logging
 import os
@@ -877,6 +878,7 @@ def test_help_explains_every_key() -> None:
         ("++max_seqs", "topic batch"),
         ("train.partition_epoch", "partition_epoch"),
         ("torch_distributed.backend", "topic torchdistributed"),
+        ("MapDataset.num_workers", "worker processes that share the sequences of a batch"),
         ("batch", "max_seqs"),
         ("KaldiFolder", "folder"),
         ("newbob_multi_num_epochs", "learning_rate_control"),
@@ -1171,6 +1173,14 @@ def test_overrides_and_later_files_reach_the_functions_of_other_modules(tmp_path
         assert read_settings([tmp_path / "three.py"], {"weight_decay": "9"}).source.values["decay"]() == 9
     with separate_imports(configs), pytest.raises(ConfigError, match=r"\+\+wide: .* got one that sizes_of_all"):
         load(configs, {"wide": "3"}, {})
+    sys.path.append(str(tmp_path))
+    program = importlib.import_module("shared_model")  # not only the config imports it
+    with separate_imports(configs):
+        assert load(configs, {"hidden": "16"}, {}).values["step"]() == (16, 2)
+        assert program.get_model() == (16, 32)
+    assert program.get_model() == (64, 32)
+    for name in ("shared_model", "sizes_of_all"):
+        del sys.modules[name]
 
 
 def test_paths_of_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

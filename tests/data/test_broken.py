@@ -103,6 +103,24 @@ def test_own_items_are_left_out_of_their_batches(workers: int) -> None:
     dataset.close()
 
 
+class Unlike(Items):
+    """Some have frames of another shape."""
+
+    def __getitem__(self, index: int) -> numpy.ndarray:
+        return numpy.zeros((self.lengths[index], 3 if index in self._broken else 2), numpy.float32)
+
+
+def test_items_that_are_not_like_the_first_one_are_broken() -> None:
+    dataset = opened({"class": lambda: Unlike((2, 5))})
+    assert [batch.indices.tolist() for batch in batches_of(dataset, 2)] == [[0, 1], [3], [4]]
+    with pytest.raises(BrokenSequence, match=r"^train, item 2, .* as in item 0, got .* \(skip_broken = N lets"):
+        batches_of(dataset, 0)
+    counted = opened({"class": lambda: list(Unlike((2, 5)))}, scanning=Scanning(broken=BrokenSequences("train", 2)))
+    assert [batch.indices.tolist() for batch in batches_of(counted, 2)] == [[0, 1], [2, 3]]
+    with pytest.raises(BrokenSequence, match=r"got 2 broken: train, item 2, .* as in item 0, got .*; train, item 5"):
+        opened({"class": lambda: list(Unlike((2, 5)))})
+
+
 def test_rows_that_are_broken_while_lengths_are_counted_are_no_sequences(tmp_path: Path) -> None:
     (tmp_path / "units").write_text("a\nb\n")
     with tarfile.open(tmp_path / "a.tar", "w") as archive:

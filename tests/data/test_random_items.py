@@ -2,7 +2,8 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.randomness import _place_in_torch, generator_states
+from hvdtrain.data.randomness import _place_in_numpy, _place_in_torch, generator_states
 from hvdtrain.data.types import Stream
 from hvdtrain.plugins.hdf_tools.dump import main as dump
 
@@ -126,11 +127,19 @@ def test_ranks_and_resumed_runs_have_the_same_items_and_dump_writes_them(tmp_pat
         assert_same(made.weights("whole", rank), made.weights("stopped", rank))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_draw_of_pytorch_changes_the_state_that_is_compared(dtype: torch.dtype) -> None:
-    for draw in (torch.rand, torch.randn, torch.randn, torch.rand):  # the second randn takes what the first one has left
+DRAWS: list[tuple[Callable[[], object], Callable[[], object]]] = [
+    (partial(torch.rand, 1), partial(torch.randn, 1)),
+    (partial(torch.rand, 1, dtype=torch.float64), partial(torch.randn, 1, dtype=torch.float64)),
+    (numpy.random.rand, numpy.random.randn),
+    (random.random, partial(random.gauss, 0, 1)),
+]
+
+
+@pytest.mark.parametrize(("uniform", "normal"), DRAWS)
+def test_every_draw_changes_the_state_that_is_compared(uniform: Callable[[], object], normal: Callable[[], object]) -> None:
+    for draw in (uniform, normal, normal, uniform):  # the second normal takes what the first one has left
         before = generator_states()
         assert generator_states() == before
-        draw(1, dtype=dtype)
+        draw()
         assert generator_states() != before
-    assert _place_in_torch() is not None, "it is found by get_state, which wakes the thread that trains"
+    assert None not in (_place_in_torch(), _place_in_numpy()), "they are found by get_state, which is slow"

@@ -125,6 +125,17 @@ def test_forward_hands_outputs_on_in_the_datasets_order(after_training: tuple[Pa
     assert "out.hdf: expected a file that does not exist yet (output_file)" in again.err
 
 
+def test_outputs_that_would_have_padding_are_refused(after_training: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    config.write_text(CONFIG.replace("(scores, seq_lens=data.seq_lens)", "(scores)"))
+    for given, status in ({}, 2), ({"max_seqs": 1}, 0), ({"max_seqs": 101}, 0):
+        out = tmp_path / f"{status}-{len(given)}-{given.get('max_seqs')}.hdf"
+        finished = run(config, {**after_training[1], "task": "forward", "output_file": out, **given})
+        assert finished.status == status, finished.err
+        assert ("expected seq_lens in mark_as_output(..., 'output')" in finished.err) == (status == 2)
+        assert ("also for shorter ones: if that is padding" in finished.out) == (given.get("max_seqs") == 101)
+
+
 def test_search_writes_texts_in_the_datasets_order(after_training: tuple[Path, dict[str, object]], corpus: Path) -> None:
     config, keys = after_training
     search = {**keys, **SEARCH, "search_data": corpus / "dev.hdf", "search_output_file": config.with_name("search.py.gz")}

@@ -11,7 +11,7 @@ import numpy
 from hvdtrain.data.dataset import Item
 from hvdtrain.data.padding import holds
 from hvdtrain.data.types import Array, Stream
-from hvdtrain.errors import DataError
+from hvdtrain.errors import BrokenSequence, DataError
 
 TAG = "seq_tag"
 """The entry of an item that holds its name, not data."""
@@ -31,13 +31,15 @@ class ItemForm:
 
     Args:
         place: describes an item by its number, for messages.
+        can_be_broken: whether a later item that is not like the first one is a broken sequence, which others can do without.
 
     Attributes:
         streams: by data key, what an item's array holds. Empty before the first item.
     """
 
-    def __init__(self, place: Callable[[int], str]) -> None:
+    def __init__(self, place: Callable[[int], str], can_be_broken: bool = False) -> None:
         self._place = place
+        self._can_be_broken = can_be_broken
         self._has_tags = False
         self.streams: dict[str, Stream] = {}
 
@@ -45,6 +47,15 @@ class ItemForm:
         """The tag, if any, and the arrays of an item. Raises: DataError."""
         if self._is_usual(item):
             return None, dict(item)
+        try:
+            return self._converted(index, item)
+        except DataError as error:
+            if self._can_be_broken and self.streams:
+                raise BrokenSequence(str(error)) from None
+            raise
+
+    def _converted(self, index: int, item: Any) -> tuple[str | None, dict[str, Array]]:
+        """The same, of an item of any form."""
         tag, values = tag_and_values(self._place(index), item)
         if self.streams and (tag is None) == self._has_tags:
             got = "as item 0 has one, got none" if tag is None else f"as item 0 has none, got {tag!r}"

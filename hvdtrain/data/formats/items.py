@@ -32,9 +32,6 @@ OTHER_NUMBERS = (
     "numpy.random, random or torch, which are seeded for every item)"
 )
 
-ALONE = Scanning()
-
-
 ROWS_OF_TABLES = "to_dict('records') of pandas, to_dicts() of polars, to_pylist() of pyarrow, or a ParquetDataset"
 
 
@@ -74,11 +71,12 @@ class ItemsDataset(IndexedDataset):
         DataError: an item is not as described here, or `lengths` are not.
     """
 
-    def __init__(self, where: str, items: Any, scanning: Scanning = ALONE, tags: Array | None = None) -> None:
+    def __init__(self, where: str, items: Any, scanning: Scanning | None = None, tags: Array | None = None) -> None:
         if is_table(items):
             raise DataError(
                 f"{where}: expected items, got a {type(items).__name__} with columns (give its rows: {ROWS_OF_TABLES})"
             )
+        scanning = scanning or Scanning()
         self._where = where
         self._items = items
         self._lengths_path: Path | None = None
@@ -91,7 +89,7 @@ class ItemsDataset(IndexedDataset):
         given_lengths = getattr(items, "lengths", None)
         # Before the first item is read, as reading it may change attributes of classes and modules, such as caches.
         made_of = self._fingerprint() if given_lengths is None and scanning.folder is not None else ""
-        self._form = ItemForm(self.where)
+        self._form = ItemForm(self.where, can_be_broken=True)
         tag, first = self._first(min(scanning.broken.limit, size - 1))
         self._sparse = [key for key, stream in self._form.streams.items() if stream.sparse]
         generators = Generators(items)

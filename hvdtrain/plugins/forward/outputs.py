@@ -14,11 +14,12 @@ from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.config.references import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.naming import Naming
-from hvdtrain.data.types import Array, Stream
+from hvdtrain.data.types import Array, Batch, Items, Stream
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.meter import Outputs
 from hvdtrain.plugins.forward.keys import ForwardKeys
+from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.training.account import Account
@@ -74,6 +75,47 @@ class Spool:
         self._file.close()
 
 
+class PaddedOutputs:
+    """Notices outputs that are written with the padding of their batches, as nobody gave their numbers of frames."""
+
+    def __init__(self) -> None:
+        self._frames: dict[tuple[str, str], set[int]] | None = None
+        self._padded = set[str]()
+        self._vectors = frozenset[str]()
+
+    def check(self, batch: Batch, outputs: Outputs) -> None:
+        """Compare the outputs of a batch's first sequence with its longest sequences.
+
+        Raises:
+            ConfigError: an output had as many frames as the longest sequence in batches of different lengths.
+        """
+        self._vectors = outputs.vectors
+        frames = {name: len(outputs[name]) for name in outputs.uncut if outputs[name].ndim}
+        columns = {key: column for key, column in batch.data.items() if not isinstance(column, Items)}
+        self._padded |= {key for key, column in columns.items() if column.seq_lens.min() < column.seq_lens.max()}
+        longest = {(name, key): int(column.seq_lens.max()) for name in frames for key, column in columns.items()}
+        alike = [pair for pair, length in longest.items() if length == frames[pair[0]]]
+        before = dict.fromkeys(alike, frozenset[int]()) if self._frames is None else self._frames
+        self._frames = {pair: {*before[pair], longest[pair]} for pair in alike if pair in before}
+        for (name, key), lengths in self._frames.items():
+            if len(lengths) > 1 and key in self._padded:
+                raise ConfigError.of(
+                    "wrong-result",
+                    f"forward_step: expected seq_lens in mark_as_output(..., {name!r}), which has as many frames as the longest "
+                    f"sequence of {key!r} in each batch, got none, so that shorter ones would have padding "
+                    f"(seq_lens=extern_data[{key!r}].seq_lens cuts it off)",
+                )
+
+    def warnings(self) -> list[str]:
+        """Of outputs that may be padded, where all batches are equally long."""
+        names = {name: key for name, key in self._frames or () if key in self._padded and name not in self._vectors}
+        return [
+            f"forward_step: {name!r} has as many frames as the longest sequence of {key!r} in its batch, also for shorter ones: "
+            f"if that is padding, mark_as_output(..., seq_lens=extern_data[{key!r}].seq_lens) cuts it off"
+            for name, key in names.items()
+        ]
+
+
 def forward(
     comm: Communicator,
     learner: Learner,
@@ -105,6 +147,7 @@ def forward(
     rank_batches = feed.rank_batches(plan)
     account = Account(feed, plan)
     spool = together(comm, lambda: _open_spool(spool_prefix, comm.rank), name="open_spool")
+    padded = PaddedOutputs()
     try:
         stop_vote = Vote(comm, learner.numbers, TASK_INTERVAL)
         with learner.evaluating(feed.name), feed.read(rank_batches, epoch, learner.staging) as batches:
@@ -114,6 +157,8 @@ def forward(
                 if batch is not None:
                     with Naming(batch, feed):
                         by_sequence = learner.forward(batch)
+                    for outputs in by_sequence[:1]:
+                        padded.check(batch, outputs)
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):
                         for writer in writers if number == 0 else ():
                             writer.entry(outputs)  # what cannot be written is an error now, not when all is computed
@@ -121,6 +166,8 @@ def forward(
                     account.add(batch.indices)
                 stop_vote.step(Requests)
         stop_vote.finish()
+        for warning in padded.warnings():
+            log.warning(warning)
         spool.close()
         gathered = comm.gather(
             (spool.path, spool.places, learner.meter.take_scores(), account.take(plan.num_batches)), name="spools"

@@ -44,8 +44,8 @@ class DataKeys(Section):
     skip_broken: int = key(
         0,
         "the number of sequences of each dataset that training and evaluation leave out if they cannot be read (a missing or "
-        "truncated file, numbers that are not finite, an item that is not like the first one, hvdtrain.BrokenSequence in your own "
-        "dataset); with more, training ends",
+        "truncated file, numbers that are not finite, an item that is not like the first one, hvdtrain.BrokenSequence in your "
+        "own dataset); with more, training ends",
         not_negative,
     )
     eval_datasets: dict[str, Any] = key({}, "further datasets by name, evaluated after every epoch")

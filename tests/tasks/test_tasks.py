@@ -125,6 +125,15 @@ def test_forward_hands_outputs_on_in_the_datasets_order(after_training: tuple[Pa
     assert "out.hdf: expected a file that does not exist yet (output_file)" in again.err
 
 
+def test_sequences_without_an_output_are_a_warning(after_training: tuple[Path, dict[str, object]]) -> None:
+    config, keys = after_training
+    given = {**keys, "task": "forward", "told": config.with_name("few"), "hands_on": True, "forward_data.max_batches": 2}
+    said = "eval: the outputs are those of 14 of 101 sequences (max_batches = 2)"
+    for number, most in enumerate((None, 2)):
+        out = run(config, {**given, "forward_data.max_batches": most}).out
+        assert (said.replace("eval", "forward_data") in out) == (number == 1), out
+
+
 def test_outputs_that_would_have_padding_are_refused(after_training: tuple[Path, dict[str, object]], tmp_path: Path) -> None:
     config = write_config(tmp_path)
     config.write_text(CONFIG.replace("(scores, seq_lens=data.seq_lens)", "(scores)"))

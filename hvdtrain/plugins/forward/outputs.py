@@ -174,6 +174,8 @@ def forward(
         )
         account.check("forward", [used for *_, used in gathered])
         spools = [(path, places) for path, places, *_ in gathered]
+        if (warning := _left_out(feed, [index for _, places in spools for index, _ in places])) is not None:
+            log.warning(warning)
         total = sum(len(places) for _, places in spools)
         done = 0
         with closing(_hand_on(feed, spools, callback, keys.output_file, writers)) as work:
@@ -185,6 +187,24 @@ def forward(
     finally:
         spool.path.unlink(missing_ok=True)
     return len(rank_batches), Scores.merge(scores for *_, scores, _ in gathered).means()
+
+
+SELECTING = ("partition_epoch", "repeat_epoch", "max_batches", "seq_list_filter_file", "min_seq_length", "max_seq_length")
+"""Keys by which an epoch has not each sequence of its dataset once."""
+
+
+def _left_out(feed: Feed, passed_on: Sequence[int]) -> str | None:
+    """A warning, if the sequences that are passed on are not those of the dataset, each once."""
+    different = len(set(passed_on))
+    if len(passed_on) == different == feed.dataset.num_sequences:
+        return None
+    values = {name: getattr(feed.order_keys, name, None) or getattr(feed.batch_keys, name, None) for name in SELECTING}
+    given = [f"{name} = {value!r}" for name, value in values.items() if value not in (None, 1)]
+    several = f", {len(passed_on)} outputs in all" if len(passed_on) != different else ""
+    return (
+        f"{feed.name}: the outputs are those of {different} of {feed.dataset.num_sequences} sequences{several} "
+        f"({', '.join(given) or 'which its order has'})"
+    )
 
 
 def _check(keys: ForwardKeys, *, is_written: bool) -> None:

@@ -36,7 +36,7 @@ def of_torch(millions: int) -> tuple[Contents, Contents]:
     import torch
 
     from hvdtrain.learner.torch.model_file import file_format
-    from hvdtrain.learner.torch.writer_process import BackgroundWriter
+    from hvdtrain.plugins.background.writer import BackgroundWriter
 
     torch.set_num_threads(1)
 

@@ -138,6 +138,10 @@ class Settings:
         keys: S = self.sections[section]
         return keys
 
+    def with_keys(self, **values: Any) -> Settings:
+        """The settings with other values of keys of plug-ins; those of one that is missing are left out."""
+        return replace(self, of_plugins=tuple(_with_keys(section, values) for section in self.of_plugins))
+
     @property
     def files(self) -> list[Path]:
         """The config files."""
@@ -171,6 +175,7 @@ class Settings:
             self.newbob,
             self.last_best,
             self.reduce,
+            *(section for section in self.of_plugins if section.changes_results),
         )
         texts = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
         texts["random_seed"] = str(self.run.random_seed)
@@ -213,6 +218,10 @@ class Settings:
     @property
     def evaluations(self) -> tuple[DatasetSpec, ...]:
         return self.datasets[1:]
+
+
+def _with_keys(section: S, values: Mapping[str, Any]) -> S:
+    return replace(section, **{name: value for name, value in values.items() if hasattr(section, name)})  # type: ignore[type-var]
 
 
 SECTIONS_BY_NAME: dict[str, type] = {
@@ -397,10 +406,4 @@ def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[
     others = [each.name for each in entries_of("torch_distributed")]
     origin = origins.get("torch_distributed", COMMAND_LINE)
     keys, problems = torch_distributed_of(reduce.torch_distributed or {}, others, sections, origin)
-    if keys is not None and keys.sharded and reduce.reduce_type != "grad":
-        problems += problem(
-            "conflict",
-            "torch_distributed.sharded: expected reduce_type 'grad', where all ranks apply the same update, got "
-            f"{reduce.reduce_type!r}",
-        )
     return keys, problems

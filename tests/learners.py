@@ -1,6 +1,8 @@
 """A learner by itself, without a training around it, batches for it, and keys of a tiny training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions
+from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions, Extend
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.runtime.timer import Timer
@@ -31,12 +33,43 @@ def learner_of(
     """On one rank, or on one of several that are threads (`thread_ranks.py`); with SGD, unless the keys say otherwise.
 
     Args:
-        options: those of `BuildOptions`, besides the rank that is the communicator's.
+        options: those of `BuildOptions`, besides the rank that is the communicator's; and `sharded` and `batch_norm`: the ranks
+            that share an optimizer, and the statistics of BatchNorms.
+        keys: of the learner and of plug-ins.
     """
     comm = comm or SingleCommunicator()
-    given = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **keys})
-    made = BuildOptions(**{"rank": comm.rank, "local_rank": 0, "threads": 1, "seed": 1, **(options or {})})
+    names = {field.name for field in fields(LearnerKeys)}
+    of_learner = {name: value for name, value in keys.items() if name in names}
+    given = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **of_learner})
+    chosen = {"rank": comm.rank, "local_rank": 0, "threads": 1, "seed": 1, **(options or {})}
+    with_extensions = {"extensions": _extensions(keys, comm, chosen)} if framework == "torch" else {}
+    made = BuildOptions(**chosen, **with_extensions)
     return FRAMEWORKS[framework].build(given, gradients or GradientExchange(comm, Timer()), made)
+
+
+def _extensions(keys: Mapping[str, Any], comm: Communicator, options: dict[str, Any]) -> list[Extend]:
+    """What plug-ins add by keys, and by options, which are removed."""
+    from hvdtrain.plugins.compute.extension import extend
+    from hvdtrain.plugins.compute.keys import ComputeKeys
+    from hvdtrain.plugins.sharded.optimizer import shard
+    from hvdtrain.start_up.job import EXTENSIONS
+
+    made = [extension for make in EXTENSIONS.values() if (extension := make(Given(keys), comm)) is not None]  # type: ignore[arg-type]
+    if (sharing := options.pop("sharded", None)) is not None:
+        made.append(partial(shard, sharing))
+    if (sharing := options.pop("batch_norm", None)) is not None:
+        made.append(partial(extend, ComputeKeys(), sharing))
+    return made
+
+
+class Given:
+    """Stands for settings, in which plug-ins look up their keys."""
+
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        self._keys = keys
+
+    def of(self, section: Any) -> Any:
+        return section(**{field.name: self._keys[field.name] for field in fields(section) if field.name in self._keys})
 
 
 def batch_of(values: Any, lengths: Sequence[int] | None = None, **more: Any) -> Batch:

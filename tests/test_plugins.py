@@ -23,6 +23,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
     "average": {"average_checkpoints: expected None": ["++average_checkpoints", "{'best': 2}"]},
     "combine": {"train.class: expected one of": ["++train", "{'class': 'MetaDataset'}"]},
     "completion": {"completion: expected a config file": ["completion"]},
+    "compute": {"split_on_oom: unknown key": ["++split_on_oom", "1"]},
     "compression": {"horovod_compression: expected 'fp16' or 'bf16'": ["++horovod_compression", "powersgd"]},
     "returnn": {
         "backend: expected 'torch'": ["++backend", "tensorflow-net-dict"],
@@ -30,6 +31,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "network: unknown key": ["++network", "{'output': {'class': 'softmax'}}"],
     },
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
+    "extra_models": {"extra_models: unknown key": ["++extra_models", "{}"]},
     "forward": {"output_file: unknown key": ["++output_file", "a.hdf"]},
     "inspect": {"task: expected one of": ["++task", "summary"]},
     "streams": {"train.class: expected one of": ["++train", "{'class': 'IterableDataset'}"]},
@@ -41,6 +43,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "torch_distributed.param_outer: unknown key": ["++torch_distributed", "{'param_outer': 'bmuf'}"],
     },
     "trace": {"profile_steps: unknown key": ["++profile_steps", "3"]},
+    "sharded": {"torch_distributed.sharded: unknown key": ["++torch_distributed", "{'sharded': True}"]},
     "watchdog": {"watchdog_timeout: unknown key": ["++watchdog_timeout", "20"]},
     "remote": {"checkpoint_mirror: expected a path": ["++checkpoint_mirror", "s3://bucket/exp"]},
     "submit": {"submit: expected a config file": ["submit"]},
@@ -87,7 +90,9 @@ def entries(plugin: Plugin) -> set[str]:
         "commands",
         "templates",
         "names",
+        "extensions",
         "storages",
+        "tensors",
         "mirrors",
     )
     return {name for kind in kinds for name in getattr(plugin, kind)}

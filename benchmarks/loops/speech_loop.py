@@ -24,7 +24,7 @@ from rapidfuzz.distance import Levenshtein
 from torch.nn import functional
 
 from hvdtrain.config.source import load
-from hvdtrain.learner.torch.packed import PackedData
+from hvdtrain.plugins.packed.data import PackedData
 from hvdtrain.plugins.speech.log_mel import LogMel
 
 SAMPLE_RATE = 22050  # espeak-ng's

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from hvdtrain.learner.torch.packed import PackedData
+from hvdtrain.plugins.packed.data import PackedData
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "acoustic"))
 

@@ -120,9 +120,6 @@ class TorchDistributedKeys(Section):
     timeout_sec: float = key(1800.0, "seconds after which a collective that waits for another rank fails", positive)
     rank: int | None = key(None, "the rank of this process, if no launcher sets it", not_negative)
     world_size: int | None = key(None, "the number of processes, if no launcher sets it", positive)
-    sharded: bool = key(
-        False, "shard the optimizer state over the ranks, for models that do not fit otherwise (with reduce_type 'grad')"
-    )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         """Also with the dist_* keys, which give some of the same values."""

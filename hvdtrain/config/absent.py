@@ -13,17 +13,22 @@ NAMES = {
     "average": "average",
     "combine": "MetaDataset MapDataset",
     "completion": "completion",
+    "compute": "compute sync_batch_norm freeze_until_step torch_compile checkpoint_modules split_on_oom",
     "compression": "powersgd int8 int4 int2",
     "doctor": "doctor build-horovod",
     "espnet": "espnet_model espnet",
+    "extra_models": "extra_models",
     "forward": "forward search output_file forward_callback",
     "hdf_tools": "dump check",
     "horovod": "horovod",
     "init": "init",
     "inspect": "summary export",
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
+    "packed": "Packed",
     "param_average": "param horovod_param_sync_step horovod_param_sync_time_diff horovod_param_sync_rule "
     "horovod_param_sync_delay horovod_param_sync_parts horovod_param_outer horovod_param_group horovod_param_start",
+    "metrics": "torchmetrics",
+    "optimizer_modes": "optimizer_modes",
     "other_trainer": "OtherTrainer",
     "programs": "Average Best Result evaluate forward load_model train",
     "prove": "prove",
@@ -31,6 +36,7 @@ NAMES = {
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
     "search_output_file_format search_output_layer search_labels",
+    "sharded": "sharded torch_distributed.sharded",
     "speechbrain": "brain speechbrain",
     "speech": "KaldiFolder LhotseDataset LogMel SpecAugment SpeedPerturbation AddNoise Tokens",
     "streams": "IterableDataset",
@@ -44,7 +50,8 @@ NAMES = {
     "watchdog": "watchdog_timeout",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
-"""By plug-in, its keys, backends, transports, reducers, compressions, classes of datasets and of steps, tasks and commands."""
+"""By plug-in, its keys, backends, transports, reducers, compressions, extensions, classes of datasets and of steps, tasks and
+commands."""
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 

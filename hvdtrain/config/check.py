@@ -171,7 +171,7 @@ def unknown_options(
     problems = []
     for option in options:
         if option not in known:
-            hint = absent(f"horovod_{option}") or did_you_mean(str(option), known)  # of torch_distributed, they are without it
+            hint = absent(f"horovod_{option}") or absent(f"{where}{option}") or did_you_mean(str(option), known)
             problems += problem("unknown-key", f"{where}{option}: unknown key of {kind}{hint}")
     return problems
 

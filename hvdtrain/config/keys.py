@@ -206,5 +206,8 @@ class Section:
         """Conflicts among the keys of this section, or with other sections; each ends up in a ConfigError."""
         return []
 
+    changes_results = False
+    """Whether another value of these keys changes the results of a training; of a plug-in's section."""
+
     def require_packages(self) -> None:
         """Check what a training, or a dry run of it, will import on rank 0, before data is opened. Raises: ConfigError."""

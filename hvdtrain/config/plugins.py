@@ -58,8 +58,13 @@ class Plugin:
             epoch: it makes and evaluates other models of the training, and returns an `Average` for each.
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
             which writes the file and returns its path, or None.
+        savers: by the value of the key `backend`, a function of whether the process may be forked: it returns what writes copies
+            of checkpoints while training goes on, a `BackgroundSaver` (learner/frameworks.py).
         storages: by any name, a `Storage`, which reads data files at URLs.
         mirrors: by any name, a function of a URL that returns a `MirrorProtocol`, where checkpoints are copied to.
+        extensions: by any name, a function of the settings and the communicator, which all ranks call before get_model if PyTorch
+            trains: it returns a function that changes what the learner is built from, an `Assembly` (learner/torch/assembly.py),
+            or None.
         watchdogs: by any name, a function of the settings, the communicator and the purpose of the job, which all ranks call as
             soon as they are connected: it returns a `Watchdog`.
         names: what programs import from hvdtrain, by its name.
@@ -69,6 +74,8 @@ class Plugin:
             beside them in `callbacks` and `epoch_scores`.
         templates: by an option of `init`, a line of help, the package whose file template.txt is that config, and the command
             that installs what it imports, or ''.
+        tensors: by the name of a class of arrays in a batch (data/types.py), the dataclass that train_step gets with PyTorch
+            (`TENSORS` in learner/torch/tensors.py).
         translations: by the name of another program, the `Translation` of its configs.
         needs: by the name of another folder of `hvdtrain/plugins/`, what does not work without it.
     """
@@ -89,13 +96,16 @@ class Plugin:
     writers: Mapping[str, str] = field(default_factory=dict)
     final_models: Mapping[str, str] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)
+    savers: Mapping[str, str] = field(default_factory=dict)
     storages: Mapping[str, str] = field(default_factory=dict)
     mirrors: Mapping[str, str] = field(default_factory=dict)
+    extensions: Mapping[str, str] = field(default_factory=dict)
     watchdogs: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)
     templates: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=dict)
     translations: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
 

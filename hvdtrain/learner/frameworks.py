@@ -11,15 +11,14 @@ folder is imported on first use, as importing a framework takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from hvdtrain.comm.base import SMALL_BUCKET, Communicator
-from hvdtrain.comm.fork_server import Fork, fork
+from hvdtrain.comm.base import SMALL_BUCKET
 from hvdtrain.config.absent import import_part
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import ConfigError, LaunchError
@@ -27,6 +26,7 @@ from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
     from hvdtrain.learner.base import Learner, Profiler
+    from hvdtrain.learner.contents import CheckpointContents
     from hvdtrain.learner.keys import LearnerKeys
     from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
@@ -38,16 +38,20 @@ Feature = Literal[
     "elastic Horovod",
     "short chunks dropped",
     "trees of tensors",
+    "extensions",
 ]
 """Capabilities of some frameworks that do not correspond to a single key: torch.distributed is also used with `ngpu`; constant
 parameters are entries of `preload_from_files` with init_for_train = 'always'; computed compression means the values of
 `horovod_compression` other than 16-bit types; elastic Horovod is horovodrun with --min-np; short chunks are
-dropped by default, as by RETURNN's engine for the framework; trees of tensors are the batches of `collate`. A key of a single
-framework declares `needs` instead."""
+dropped by default, as by RETURNN's engine for the framework; trees of tensors are the batches of `collate`; extensions are
+those of plug-ins. A key of a single framework declares `needs` instead."""
 
 
 NEW = 1, 0
 """The epoch and the step of a new model."""
+
+Extend = Callable[[Any], None]
+"""Changes what a learner is built from, an `Assembly` of PyTorch's. Raises: ConfigError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +63,13 @@ class BuildOptions:
         threads: the number of compute threads.
         seed: the training's seed; random numbers follow from it, the rank and the step.
         precision: the type that the model computes in.
-        batch_norm: the ranks to compute BatchNorm's statistics over, on a separate channel; None: each rank alone.
-        sharded: the ranks among which the optimizer's state is divided; None: each rank has all of it.
         bucket_bytes: the size of a message with gradients, given whether they are on a GPU.
         constants: loads constant parameters, which are neither trained nor saved, with the given function; returns their names.
         model_format: the format of the model's file: the framework's suffix, or "safetensors".
         saves_frozen: whether the model's file has parameters that are not trained.
-        writer: the process that `Framework.fork_writer` returned.
+        saver: writes copies of checkpoints while training goes on; None: a thread of this process does.
         position: the epoch and the step that get_model is called with.
+        extensions: add to PyTorch's learner what the keys of plug-ins ask for.
     """
 
     rank: int
@@ -74,14 +77,13 @@ class BuildOptions:
     threads: int
     seed: int
     precision: Precision = FLOAT32
-    batch_norm: Communicator | None = None
-    sharded: Communicator | None = None
     bucket_bytes: Callable[[bool], int] = lambda on_gpu: SMALL_BUCKET
     constants: Callable[[PreloadFunction], list[str]] | None = None
     model_format: str = ""
     saves_frozen: bool = True
-    writer: Fork | None = None
+    saver: BackgroundSaver | None = None
     position: tuple[int, int] = NEW
+    extensions: Sequence[Extend] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,6 @@ class Framework:
         model_parts: patterns of the suffixes of more files that belong to a model.
         model_marker: the suffix of one of them, which accompanies every model written here. A model without it is another
              program's; training continues from such a model with a new optimizer. None: not without an optimizer's file.
-        has_writer: whether another process writes checkpoints in the background, with the `serve` in `writer_process.py`.
         imports: the modules with which a process can be forked that has imported them; empty: it cannot be forked.
     """
 
@@ -114,17 +115,12 @@ class Framework:
     model_suffix: str | None = None
     model_parts: tuple[str, ...] = ()
     model_marker: str | None = None
-    has_writer: bool = False
     imports: tuple[str, ...] = ()
 
     def prepare(self, device: str | None, local_rank: int, threads: int) -> None:
         """Choose the device and the number of threads, before the framework computes anything. Raises: ConfigError."""
         if self.has_prepare:
             self._module("learner").prepare(device, local_rank, threads)
-
-    def fork_writer(self) -> Fork | None:
-        """Fork the process that writes checkpoints in the background, if there is one and forking is safe now."""
-        return fork(self._module("writer_process").serve) if self.has_writer else None
 
     def preserve_state(self) -> AbstractContextManager[None]:
         """Restore the framework's global state after the `with` block, in which a program runs jobs in its process."""
@@ -160,6 +156,19 @@ class Framework:
         return import_part(f"{self.package}.{name}")
 
 
+class BackgroundSaver(Protocol):
+    """Writes copies of what checkpoints hold, while training goes on. One copy exists at a time."""
+
+    def copy(self, contents: CheckpointContents) -> CheckpointContents:
+        """A copy, which any thread may write; valid until the next call."""
+        ...
+
+    def close(self) -> None: ...
+
+
+SAVERS: Registry[Callable[[bool], BackgroundSaver]] = Registry("savers")
+"""By the value of the key `backend`, opens one, given whether this process may be forked now."""
+
 FRAMEWORKS: Registry[Framework] = Registry(
     "backends",
     {
@@ -169,7 +178,6 @@ FRAMEWORKS: Registry[Framework] = Registry(
             ("torch",),
             frozenset(get_args(Feature)),
             header="pt",
-            has_writer=True,
             imports=("hvdtrain.learner.torch.learner", "hvdtrain.comm.torch_dist"),
         ),
     },

@@ -91,12 +91,6 @@ class ReduceKeys(ReducerKeys, RankKeys):
                     f"{others.spelling(ReduceKeys, changed)}: expected {kind} = {reducer!r}, which has syncs, got "
                     f"{self.reduce_type!r}",
                 )
-        learner = others.get(LearnerKeys)
-        if learner is not None and learner.sync_batch_norm and self.reduce_type != "grad":
-            kind = self.reduce_type
-            problems += problem(
-                "conflict", f"sync_batch_norm: expected reduce_type 'grad', got {kind!r}, with which every rank updates alone"
-            )
         return problems + self._compression_problems(others)
 
     def _compression_problems(self, others: Sections) -> list[Problem]:

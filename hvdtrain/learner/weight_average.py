@@ -35,6 +35,13 @@ class EvaluationWeights(ABC):
     def follow(self, updates: int) -> None:
         """Take N more updates into account."""
 
+    def gather(self, keep: bool) -> None:  # noqa: B027 most weights are on all ranks
+        """Collective. Compute what takes all ranks, before rank 0 alone saves these weights.
+
+        Args:
+            keep: whether this rank will save them.
+        """
+
     @abstractmethod
     def exact(self) -> Mapping[str, Any]:
         """By name, these weights where they are wider than the model's."""

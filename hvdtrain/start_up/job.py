@@ -34,14 +34,13 @@ from hvdtrain.checkpoint.start import (
 from hvdtrain.comm import this_process
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
-from hvdtrain.comm.fork_server import Fork
 from hvdtrain.config.plugins import Registry
 from hvdtrain.config.references import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.buffers import named_kinds
-from hvdtrain.learner.frameworks import FRAMEWORKS, NEW, BuildOptions
+from hvdtrain.learner.frameworks import FRAMEWORKS, NEW, SAVERS, BackgroundSaver, BuildOptions, Extend
 from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.reducer import GradientExchange
@@ -120,15 +119,15 @@ def close(feeds: Iterable[Feed]) -> None:
         feed.dataset.close()
 
 
-def _fork_writer(settings: Settings) -> Fork | None:
-    """On rank 0, the process that writes checkpoints in the background, if the config asks for it and a fork is possible."""
+def _fork_writer(settings: Settings) -> BackgroundSaver | None:
+    """On rank 0, what writes checkpoints in the background, if the config asks for it."""
     if not settings.saving.save_in_background or not settings.process.is_own or this_process.place().rank:
         return None
-    return FRAMEWORKS[settings.run.backend].fork_writer()
+    return SAVERS[settings.run.backend](True) if settings.run.backend in SAVERS else None
 
 
 def _open(
-    settings: Settings, purpose: Purpose, comm: Communicator, writer: Fork | None, watched: ExitStack, stack: ExitStack
+    settings: Settings, purpose: Purpose, comm: Communicator, writer: BackgroundSaver | None, watched: ExitStack, stack: ExitStack
 ) -> Session:
     """Collective. Open everything but the connection. The order matters, as each step needs those before it:
 
@@ -143,7 +142,7 @@ def _open(
     9. hooks, and the keys of epochs, which see the loaded model.
 
     Args:
-        writer: the process that writes checkpoints in the background; None: it is not forked.
+        writer: of checkpoints in the background; None: it is opened here, without a fork.
         watched: closes the watchdog once the ranks are disconnected.
         stack: closes everything else before that.
     """
@@ -270,6 +269,9 @@ def _lock(prefix: Path, stack: ExitStack) -> None:
 WATCHDOGS: Registry[Callable[[Settings, Communicator, Purpose], Watchdog]] = Registry("watchdogs")
 """Those of plug-ins; the last one is used."""
 
+EXTENSIONS: Registry[Callable[[Settings, Communicator], Extend | None]] = Registry("extensions")
+"""Those of plug-ins, which all ranks call before get_model."""
+
 
 def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: ExitStack) -> Watchdog:
     """Collective. Start the watchdog of this rank, if there is one, and record how a training ends."""
@@ -324,7 +326,7 @@ def build_learner(
     settings: Settings,
     gradient_exchange: GradientExchange,
     comm: Communicator,
-    writer: Fork | None = None,
+    writer: BackgroundSaver | None = None,
     position: tuple[int, int] = NEW,
 ) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError.
@@ -333,24 +335,29 @@ def build_learner(
         position: the epoch and the step that get_model is called with.
     """
     constant = constant_preloads(settings.start.preload_from_files)
-    is_sharded = settings.torch_distributed is not None and settings.torch_distributed.sharded
     framework = FRAMEWORKS[settings.run.backend]
+    if writer is None and settings.run.backend in SAVERS:
+        writer = SAVERS[settings.run.backend](False)
     options = BuildOptions(
         rank=comm.rank,
         local_rank=comm.local_rank,
         threads=threads(settings, comm.local_size),
         seed=settings.run.random_seed,
         precision=replace(settings.precision.precision(), narrow_gradients=settings.reduce.has_narrow_range and comm.size > 1),
-        batch_norm=comm.channel("sync_batch_norm") if settings.learner.sync_batch_norm and comm.size > 1 else None,
-        sharded=comm if is_sharded and comm.size > 1 else None,
         bucket_bytes=comm.bucket_bytes,
         constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
         saves_frozen=settings.saving.save_parameters == "all",
-        writer=writer,
+        saver=writer,
         position=position,
+        extensions=_extensions(settings, comm) if "extensions" in framework.features else (),
     )
     return framework.build(settings.learner, gradient_exchange, options)
+
+
+def _extensions(settings: Settings, comm: Communicator) -> list[Extend]:
+    made = [extension(settings, comm) for extension in EXTENSIONS.values()]
+    return [extend for extend in made if extend is not None]
 
 
 def check_keys(settings: Settings, purpose: Purpose, comm: Communicator) -> None:
@@ -368,8 +375,8 @@ def check_models(settings: Settings, comm: Communicator, learner: Learner) -> No
     if learner.state.base_hash is not None:  # rank 0's values reach the other ranks, but a resumed training compares all
         shapes["the hash of the frozen parameters"] = learner.state.base_hash
     check_alike(comm, "model", shapes)
-    if settings.learner.extra_models:
-        check_alike(comm, "extra_models", learner.state.other_checksums())
+    if checksums := learner.state.other_checksums():
+        check_alike(comm, "extra_models", checksums)
 
 
 def _fetch_checkpoint(

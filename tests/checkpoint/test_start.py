@@ -346,7 +346,7 @@ def test_a_write_in_the_background_that_fails_ends_training(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    monkeypatch.setattr("hvdtrain.learner.torch.writer_process.subprocess.Popen", full)  # so that a thread writes
+    monkeypatch.setattr("hvdtrain.plugins.background.writer.subprocess.Popen", full)  # so that a thread writes
     with pytest.raises(CheckpointError, match=r"model.001.pt: expected to write a checkpoint, got: .*No space left"):
         run(corpus, tmp_path, save_in_background=True, num_epochs=1)
 

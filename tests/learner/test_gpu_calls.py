@@ -17,12 +17,13 @@ from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.padding import pad
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import TrainingError
+from hvdtrain.learner.frameworks import SAVERS
 from hvdtrain.learner.precision import GradientCheck, LossScale, ScaleOptions
 from hvdtrain.learner.torch import tensors
 from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.tensors import TorchData
 from hvdtrain.learner.torch.update import DeviceSkips, skips_by_itself
-from hvdtrain.learner.torch.writer_process import BackgroundWriter
+from hvdtrain.plugins.background.writer import BackgroundWriter
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,7 +32,7 @@ def one_writer() -> Iterator[None]:
     writer = BackgroundWriter()
     writer._start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hvdtrain.learner.torch.learner.BackgroundWriter", lambda *_: writer)
+        patch.setitem(SAVERS._loaded, "torch", lambda _: writer)
         patch.setattr(writer, "close", lambda: None)
         yield
     writer.close()

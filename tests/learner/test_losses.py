@@ -18,8 +18,8 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.frameworks import NEW
-from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.torch.model_file import write_model
+from hvdtrain.plugins.extra_models.keys import ExtraModelKeys
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, changed_scales_line
 
@@ -231,7 +231,7 @@ def test_mistakes_of_extra_models(tmp_path: Path) -> None:
         "c": {"get_model": distill_teacher, "load": 3},
         "d": {"get_model": distill_teacher, "x": 1},
     }
-    keys = LearnerKeys(get_model=print, train_step=print, extra_models=entries)
+    keys = ExtraModelKeys(extra_models=entries)
     assert [f"{one.key}: {one.rule}" for one in keys.problems()] == [
         "extra_models.a: wrong-type",
         "extra_models.b.get_model: wrong-type",

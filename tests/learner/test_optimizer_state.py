@@ -17,8 +17,8 @@ from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.torch.shares import check_shares
 from hvdtrain.learner.torch.step import TorchLearner
+from hvdtrain.plugins.sharded.shares import check_shares
 from hvdtrain.runtime.log import LogKeys, open_log
 from hvdtrain.runtime.timer import Timer
 

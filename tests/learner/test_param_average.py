@@ -18,9 +18,9 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.context import get_run_ctx
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.torch.freezing import Freezing
 from hvdtrain.learner.torch.state import TorchState, Unsaved
 from hvdtrain.learner.torch.tensors import named_trained
+from hvdtrain.plugins.compute.freezing import FrozenUntil
 from hvdtrain.runtime.timer import Timer
 
 SIZE = 3
@@ -48,7 +48,7 @@ class Job(SavedRank):
 
     def freeze(self, steps: dict[str, int]) -> None:
         """As `freeze_until_step`."""
-        self.state.freezing = Freezing(steps, named_trained(self.model))
+        self.state.freezing = FrozenUntil(steps, named_trained(self.model))
         self.state.freezing.apply(self.done)
 
     def begin(self, updates: int = UPDATES) -> None:

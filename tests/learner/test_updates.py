@@ -21,7 +21,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.precision import Precision, ScaleOptions
 from hvdtrain.learner.torch.optimizer import complete_momentum, make_optimizer, plain_step
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
-from hvdtrain.learner.torch.sync_batch_norm import synchronize
+from hvdtrain.plugins.compute.sync_batch_norm import synchronize
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
 

@@ -15,8 +15,8 @@ import hvdtrain
 from hvdtrain.comm.base import all_reduce
 from hvdtrain.comm.groups import BetweenGroups
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
-from hvdtrain.learner.torch.sync_batch_norm import synchronize
+from hvdtrain.plugins.compute.sync_batch_norm import synchronize
+from hvdtrain.plugins.sharded.optimizer import ShardedOptimizer
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.ranks import open_communicator
 

@@ -20,11 +20,8 @@ from hvdtrain.learner.meter import (
     check_marked_outputs,
     split_by_sequence,
 )
-from hvdtrain.learner.torch.device import (
-    Autocast,
-    Watch,
-)
-from hvdtrain.learner.torch.metrics import SummedMetric
+from hvdtrain.learner.torch.assembly import Metric, Watch
+from hvdtrain.learner.torch.device import Autocast
 from hvdtrain.learner.torch.tensors import (
     array_of,
     extern_data_of,
@@ -58,7 +55,7 @@ class ConfigFunctions:
     watch: Watch
     staging: Staging | None = None
     extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
-    metrics: Sequence[SummedMetric] = ()
+    metrics: Sequence[Metric] = ()
 
     def losses(self, batch: Batch, epoch: int, step: int, train: bool, dataset: str = TRAIN) -> dict[str, Loss]:
         """Run train_step; return the marked losses by name. Raises: ConfigError."""

@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
+from hvdtrain.config.absent import absent
 from hvdtrain.config.references import as_function
 from hvdtrain.data.randomness import OPTIMIZER, mix_seed
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients, changes_gradients
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.splitting import BatchSplitter
+from hvdtrain.learner.torch.assembly import Assembly, DividedOptimizer, Optimizer
 from hvdtrain.learner.torch.config_functions import ConfigFunctions
-from hvdtrain.learner.torch.device import (
-    autocast_of,
-    checkpoint_activations,
-    compile_model,
-    device_of,
-    enable_determinism,
-    free_memory,
-    is_out_of_memory,
-    seed_all,
-)
-from hvdtrain.learner.torch.extra_models import make_extra_models
-from hvdtrain.learner.torch.freezing import Freezing
+from hvdtrain.learner.torch.device import autocast_of, device_of, enable_determinism, seed_all
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.meter import open_meter
-from hvdtrain.learner.torch.metrics import SummedMetric, open_scores
 from hvdtrain.learner.torch.model import build_model, check_import_order
 from hvdtrain.learner.torch.model_file import check_storable
 from hvdtrain.learner.torch.optimizer import make_optimizer
-from hvdtrain.learner.torch.optimizer_modes import OptimizerModes, check_modes
 from hvdtrain.learner.torch.optimizer_state import is_of_torch
-from hvdtrain.learner.torch.several_optimizers import SeveralOptimizers, has_modes, members_of
-from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
-from hvdtrain.learner.torch.shares import check_shares
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, has_modes, members_of, name_of
 from hvdtrain.learner.torch.state import TorchState, Unsaved, WeightAverage
-from hvdtrain.learner.torch.step import StepOptions, TorchLearner
-from hvdtrain.learner.torch.sync_batch_norm import synchronize
-from hvdtrain.learner.torch.tensors import (
-    CudaStaging,
-    named_trained,
-)
-from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Optimizer, Skips, Update
-from hvdtrain.learner.torch.writer_process import BackgroundWriter
+from hvdtrain.learner.torch.step import TorchLearner
+from hvdtrain.learner.torch.tensors import CudaStaging, named_trained
+from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Skips, Update
+from hvdtrain.learner.weight_average import EvaluationWeights
 from hvdtrain.runtime import log
 
 
@@ -67,6 +51,9 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     seed_all(device, mix_seed(options.seed, 0, 0))
     model, constants = build_model(keys, options, device)
     check_storable(model, options.model_format)
+    assembly = Assembly(keys, options, gradient_exchange, model, device, epoch_scores=keys.epoch_scores)
+    for extend in options.extensions:
+        extend(assembly)
     scale = options.precision.loss_scale(options.precision.dtype)
 
     def are_reduced() -> bool:
@@ -75,35 +62,30 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     limit = keys.num_allowed_consec_invalid_gradient_steps
     check = GradientCheck(limit, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     on_gpu = device.type == "cuda"
-    on_device = DeviceSkips(check, device) if on_gpu and options.sharded is None else None
+    on_device = DeviceSkips(check, device) if on_gpu and assembly.divide is None else None
     whole_optimizer = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
-    exchange = None if options.batch_norm is None else synchronize(model, options.batch_norm)
     trained = named_trained(model)
-    if options.sharded is not None:
-        check_shares(whole_optimizer)
-    optimizer: Optimizer = whole_optimizer if options.sharded is None else ShardedOptimizer(whole_optimizer, options.sharded)
-    owners = optimizer.owners(list(trained.values())) if isinstance(optimizer, ShardedOptimizer) else None
+    divided = None if assembly.divide is None else assembly.divide(whole_optimizer)
+    optimizer: Optimizer = whole_optimizer if divided is None else divided
+    owners = None if divided is None else divided.owners(list(trained.values()))
     gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
     base = None if options.saves_frozen else FrozenBase(model, constants)
     if base is not None:
         log.info(f"save_parameters: the model's file has {base.description}; the others are of {describe_base(base.entry)}")
-    checkpoint_activations(model, keys.checkpoint_modules)
-    watch = compile_model(model, keys.torch_compile)
-    average = _average(keys, optimizer, whole_optimizer, trained, gradient_exchange.keeps_ranks_alike)
+    average = _average(assembly, whole_optimizer, divided, trained)
 
     def seed_optimizer(step: int) -> None:
         seed_all(device, mix_seed(options.seed, 0 if are_reduced() else 1 + options.rank, step, OPTIMIZER))
 
     may_draw = not all(map(is_of_torch, members_of(whole_optimizer)))  # random numbers, which have to be the same on all ranks
     seed = seed_optimizer if may_draw else None
-    splitter = _splitter(keys, model, device)
     update = Update(model, optimizer, _change(keys, model, optimizer), Skips(check, on_device), noise, seed)
-    extra_models = make_extra_models(keys.extra_models, model, device, options.position)
-    state = TorchState(model, optimizer, device, average, check, Unsaved(constants, base, extra_models), options.model_format)
-    state.writer = BackgroundWriter(options.writer)
-    state.freezing = Freezing(keys.freeze_until_step, trained) if keys.freeze_until_step else None
-    epoch_scores = open_scores(keys.epoch_scores, device)
+    state = TorchState(
+        model, optimizer, device, average, check, Unsaved(constants, base, assembly.extra_models), options.model_format
+    )
+    state.saver = options.saver
+    state.freezing = None if assembly.freeze is None else assembly.freeze(trained)
     learner = TorchLearner(
         ConfigFunctions(
             model=model,
@@ -111,39 +93,46 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             forward_step=as_function(keys.forward_step, "forward_step"),
             device=device,
             autocast=autocast_of(options.precision.dtype, device),
-            watch=watch,
+            watch=assembly.watch,
             staging=CudaStaging(device) if on_gpu else None,
-            extra_models=extra_models,
-            metrics=[metric for metric in epoch_scores.values() if isinstance(metric, SummedMetric)],
+            extra_models=assembly.extra_models,
+            metrics=assembly.metrics,
         ),
         gradients,
         update,
         state,
-        open_meter(state, device, check, update, splitter),
+        open_meter(state, device, check, update, assembly.splitter),
         (options.seed, options.rank),
-        StepOptions(exchange, splitter),
+        assembly,
     )
-    learner.epoch_scores = EpochScores(epoch_scores)
+    learner.epoch_scores = EpochScores(_without_metrics(assembly.epoch_scores))
     return learner
 
 
-def _average(
-    keys: LearnerKeys,
-    optimizer: Optimizer,
-    whole_optimizer: torch.optim.Optimizer | SeveralOptimizers,
-    trained: dict[str, torch.nn.Parameter],
-    keeps_ranks_alike: bool,
-) -> WeightAverage | OptimizerModes | None:
-    """The weights that are evaluated and saved instead of the trained ones: an average over time, or those of the optimizer.
+def _without_metrics(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises: ConfigError, if one is a metric, which a plug-in has not made a function of statistics."""
+    for name, value in scores.items():
+        if isinstance(value, torch.nn.Module) and hasattr(value, "compute"):
+            raise ConfigError.of(
+                "missing-package", f"epoch_scores.{name}: expected a function, got {type(value).__name__}{absent('torchmetrics')}"
+            )
+    return scores
 
-    Args:
-        whole_optimizer: the config's, which `optimizer` may distribute over the ranks.
-    """
-    if has_modes(whole_optimizer):
-        check_modes(whole_optimizer, keys.ema_decay, keeps_ranks_alike)
-        exchange = optimizer.exchange if isinstance(optimizer, ShardedOptimizer) else None
-        return OptimizerModes(trained, whole_optimizer, exchange)
-    return None if keys.ema_decay is None else WeightAverage(trained, keys.ema_decay)
+
+def _average(
+    assembly: Assembly, optimizer: AnyOptimizer, divided: DividedOptimizer | None, trained: Mapping[str, torch.nn.Parameter]
+) -> EvaluationWeights | None:
+    """The weights that are evaluated and saved instead of the trained ones: an average over time, or those of the optimizer."""
+    decay = assembly.keys.ema_decay
+    if not has_modes(optimizer):
+        return None if decay is None else WeightAverage(trained, decay)
+    if assembly.weights_of_modes is None:
+        raise ConfigError.of(
+            "unsupported",
+            f"optimizer: expected one without train() and eval(), got {name_of(optimizer)}, which needs "
+            f"to be switched between them{absent('optimizer_modes')}",
+        )
+    return assembly.weights_of_modes(optimizer, divided)
 
 
 def _change(keys: LearnerKeys, model: torch.nn.Module, optimizer: Optimizer) -> Callable[[UpdateGradients], None] | None:
@@ -157,15 +146,3 @@ def _change(keys: LearnerKeys, model: torch.nn.Module, optimizer: Optimizer) -> 
         change_gradients(keys, gradients)
 
     return change
-
-
-def _splitter(keys: LearnerKeys, model: torch.nn.Module, device: torch.device) -> BatchSplitter | None:
-    """The splitter of batches that do not fit into memory, if the config asks for one."""
-    if not keys.split_on_oom:
-        return None
-    norms = [name for name, module in model.named_modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
-    if norms:
-        log.warning(
-            f"split_on_oom: in a batch that is split, the statistics of BatchNorm ({', '.join(norms[:3])}) are those of a piece"
-        )
-    return BatchSplitter(is_out_of_memory, partial(free_memory, device))

@@ -12,7 +12,7 @@ from hvdtrain.learner.meter import (
     Transfer,
 )
 from hvdtrain.learner.precision import GradientCheck
-from hvdtrain.learner.splitting import BatchSplitter
+from hvdtrain.learner.torch.assembly import Splitter
 from hvdtrain.learner.torch.device import (
     AsyncCopy,
     CudaClock,
@@ -23,9 +23,7 @@ from hvdtrain.learner.torch.update import Update
 from hvdtrain.runtime.timer import CpuClock
 
 
-def open_meter(
-    state: TorchState, device: torch.device, check: GradientCheck, update: Update, splitter: BatchSplitter | None
-) -> Meter:
+def open_meter(state: TorchState, device: torch.device, check: GradientCheck, update: Update, splitter: Splitter | None) -> Meter:
     on_cpu = device.type == "cpu"
 
     def read(copies: list[AsyncCopy]) -> list[float]:

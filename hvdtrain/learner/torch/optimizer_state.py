@@ -14,9 +14,9 @@ import torch
 
 from hvdtrain.errors import ConfigError, first_few
 from hvdtrain.learner.optimizer import changed_options, option_texts
+from hvdtrain.learner.torch.assembly import DividedOptimizer, Optimizer
 from hvdtrain.learner.torch.optimizer import IMPLEMENTATIONS
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, SeveralOptimizers, members_of
-from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 
 NOT_OPTIONS = ("params", "param_names", "lr", "initial_lr")
 """Entries of groups that are no options: the learning rate is set at every update."""
@@ -36,9 +36,9 @@ class OptimizerOptions:
         optimizer: before its first step, and before a state is loaded: some classes keep in the groups what changes in training.
     """
 
-    def __init__(self, optimizer: AnyOptimizer | ShardedOptimizer) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._own_optimizer = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        self._own_optimizer = optimizer.inner if isinstance(optimizer, DividedOptimizer) else optimizer
         is_one_of_several = isinstance(self._own_optimizer, SeveralOptimizers)
         members = [member for member in members_of(self._own_optimizer) for _ in member.param_groups]
         self._classes = [type(member).__name__ if is_one_of_several else None for member in members]  # by group
@@ -192,7 +192,7 @@ def _steps_on_cpu(stored: dict[str, Any], optimizer: object) -> dict[str, Any]:
     """The state of an optimizer of PyTorch with `step` on the CPU, where they keep it; where it belongs to the device, as with
     fused=True, load_state_dict copies it there. On the device, they would read it from there in every update, for each
     parameter."""
-    if not isinstance(optimizer, (torch.optim.Optimizer, SeveralOptimizers, ShardedOptimizer)):
+    if not isinstance(optimizer, (torch.optim.Optimizer, SeveralOptimizers, DividedOptimizer)):
         return stored
     state = {number: dict(value) if isinstance(value, dict) else value for number, value in stored["state"].items()}
     for of_one in state.values():

@@ -13,25 +13,22 @@ import torch
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents, Reader
+from hvdtrain.learner.frameworks import BackgroundSaver
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.learner.torch.freezing import Freezing
+from hvdtrain.learner.torch.assembly import DividedOptimizer, Freezing, Optimizer
 from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base, entry_of, fingerprint
-from hvdtrain.learner.torch.model_file import file_format, read_file
-from hvdtrain.learner.torch.optimizer_modes import OptimizerModes
+from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, check_state_shapes, missing_states, regroup
 from hvdtrain.learner.torch.parameter_groups import names_by_group
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of, name_of
-from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
 from hvdtrain.learner.torch.tensors import named_trained
-from hvdtrain.learner.torch.trees import without_numpy
-from hvdtrain.learner.torch.update import Optimizer
-from hvdtrain.learner.torch.writer_process import BackgroundWriter
-from hvdtrain.learner.weight_average import WeightAverageBase
+from hvdtrain.learner.torch.trees import change_leaves, without_numpy
+from hvdtrain.learner.weight_average import EvaluationWeights, WeightAverageBase
 from hvdtrain.runtime import log
 
 NAMES = "param_names"
@@ -66,7 +63,7 @@ class TorchState(StateBase):
 
     Attributes:
         freezing: freezes parameters until a step; None: none are.
-        writer: writes copies in the background.
+        saver: writes copies in the background; None: a thread does.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class TorchState(StateBase):
         model: torch.nn.Module,
         optimizer: Optimizer,
         device: torch.device,
-        average: WeightAverage | OptimizerModes | None,
+        average: EvaluationWeights | None,
         check: GradientCheck | None,
         unsaved: Unsaved,
         model_format: str = "pt",
@@ -96,7 +93,7 @@ class TorchState(StateBase):
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
         self._shapes: dict[str, tuple[int, ...]] | None = self._saved_shapes()  # None: the log has it that they changed
-        self.writer = BackgroundWriter()
+        self.saver: BackgroundSaver | None = None
 
     @property
     def base_hash(self) -> str | None:
@@ -129,16 +126,18 @@ class TorchState(StateBase):
         return [] if self.freezing is None else self.freezing.frozen_now()
 
     def gather_state(self) -> None:
-        if isinstance(self._optimizer, ShardedOptimizer):
+        if isinstance(self._optimizer, DividedOptimizer):
             self._optimizer.gather()
-            if isinstance(self._average, OptimizerModes):
+            if self._average is not None:
                 self._average.gather(keep=self._optimizer.is_gathered)
 
     def copied(self, contents: CheckpointContents) -> CheckpointContents:
-        return self.writer.copy(super().copied(contents))
+        contents = super().copied(contents)
+        return _copied(contents) if self.saver is None else self.saver.copy(contents)
 
     def close(self) -> None:
-        self.writer.close()
+        if self.saver is not None:
+            self.saver.close()
 
     def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
         self._tell_changes()
@@ -292,12 +291,27 @@ class TorchState(StateBase):
     @property
     def _own_optimizer(self) -> AnyOptimizer:
         """The config's optimizer; of a sharded one, this rank's share."""
-        return self._optimizer.inner if isinstance(self._optimizer, ShardedOptimizer) else self._optimizer
+        return self._optimizer.inner if isinstance(self._optimizer, DividedOptimizer) else self._optimizer
 
     def _names_by_group(self) -> list[list[str]]:
         optimizer = self._optimizer
-        whole = optimizer.whole_groups if isinstance(optimizer, ShardedOptimizer) else None
+        whole = optimizer.whole_groups if isinstance(optimizer, DividedOptimizer) else None
         return names_by_group(self._model, whole or [group["params"] for group in optimizer.param_groups])
+
+
+def _copied(contents: CheckpointContents) -> CheckpointContents:
+    """Contents with copies of the tensors, each place in memory once."""
+    copies: dict[Any, torch.Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        place = place_of(leaf)
+        if place not in copies:
+            copies[place] = leaf.detach().to("cpu", copy=True)
+        return copies[place]
+
+    return replace(contents, model=change_leaves(contents.model, copy), optimizer=change_leaves(contents.optimizer, copy))
 
 
 class WeightAverage(WeightAverageBase):

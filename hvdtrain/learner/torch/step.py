@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,40 +16,16 @@ from hvdtrain.learner.attributes import kinds_of
 from hvdtrain.learner.base import Layer, Learner, StepCost, Total
 from hvdtrain.learner.marks import MarksOfSteps
 from hvdtrain.learner.meter import Meter, Outputs, scales_of
-from hvdtrain.learner.splitting import BatchSplitter
+from hvdtrain.learner.torch.assembly import Assembly, BatchNormExchange
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.config_functions import ConfigFunctions
 from hvdtrain.learner.torch.cost import compute_dtype, step_cost
-from hvdtrain.learner.torch.device import (
-    device_name,
-    free_memory,
-    is_out_of_memory,
-    seed_all,
-)
+from hvdtrain.learner.torch.device import device_name, free_memory, is_out_of_memory, seed_all
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import layers_of
 from hvdtrain.learner.torch.state import TorchState
-from hvdtrain.learner.torch.sync_batch_norm import Exchange
-from hvdtrain.learner.torch.tensors import (
-    await_copy,
-    named_trained,
-    numbers_of,
-    with_parts,
-)
+from hvdtrain.learner.torch.tensors import await_copy, named_trained, numbers_of, with_parts
 from hvdtrain.learner.torch.update import Update
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """What a step does only if the config asks for it.
-
-    Attributes:
-        batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
-        splitter: splits batches that do not fit into memory; None: such a batch is an error.
-    """
-
-    batch_norm: Exchange | None = None
-    splitter: BatchSplitter | None = None
 
 
 class TorchLearner(Learner):
@@ -59,6 +35,7 @@ class TorchLearner(Learner):
         functions: the config's.
         gradients: from losses to reduced gradients.
         update: from reduced gradients to new parameters.
+        assembly: what it is built from.
     """
 
     state: TorchState
@@ -71,11 +48,11 @@ class TorchLearner(Learner):
         state: TorchState,
         meter: Meter,
         seed: tuple[int, int],
-        options: StepOptions,
+        assembly: Assembly,
     ) -> None:
         self.model = functions.model
         super().__init__(state, meter, seed)
-        self._splitter = options.splitter
+        self._splitter = assembly.splitter
         self.optimizer = update.optimizer
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.device_name = device_name(functions.device)
@@ -85,7 +62,7 @@ class TorchLearner(Learner):
         self._updater = update
         self._seeds = StepSeeds(1, *seed)
         self._marks = MarksOfSteps()
-        self._batch_norm = options.batch_norm
+        self._batch_norm = assembly.batch_norm
         self._device = functions.device
         self._begins_update = True  # whether the next step is the first of an update
         self._is_update_due = False  # whether the next update changes anything, as some rank has a batch for it
@@ -245,7 +222,7 @@ class TorchLearner(Learner):
             scales = scales_of(losses, train)
         self.meter.add(scales, numbers_of(losses, self._device), self._step, batch.indices, train)
 
-    def _finish_batch_norms(self, exchange: Exchange, batch: Batch | None, forward: bool) -> None:
+    def _finish_batch_norms(self, exchange: BatchNormExchange, batch: Batch | None, forward: bool) -> None:
         """Collective. A rank without a batch takes part in the others' exchanges."""
         if batch is not None:
             exchange.end_pass(self._device)

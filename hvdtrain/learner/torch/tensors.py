@@ -15,13 +15,14 @@ import numpy
 import torch
 from torch.autograd.graph import _engine_run_backward
 
+from hvdtrain.config.absent import absent
+from hvdtrain.config.plugins import Registry
 from hvdtrain.context import Loss
-from hvdtrain.data.types import Array, Batch, Packed, Padded
+from hvdtrain.data.types import Array, Batch, Padded
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import nothing_to_minimize
 from hvdtrain.learner.precision import widen
 from hvdtrain.learner.torch.device import is_out_of_memory
-from hvdtrain.learner.torch.packed import PackedData
 from hvdtrain.learner.torch.trees import moved, pinned, pinned_copy, sent, tensors_in
 
 Factor = float | torch.Tensor
@@ -107,7 +108,12 @@ class TorchData:
         return self._mask
 
 
-Data = TorchData | PackedData
+TENSORS: Registry[type] = Registry("tensors", {"Padded": TorchData})
+"""By the name of a class of arrays in a batch, the dataclass that `train_step` gets, made of raw_tensor, seq_lens and
+device_seq_lens as in `TorchData`."""
+
+Data = Any
+"""One of these."""
 
 
 def tensors_of(batch: Batch) -> dict[str, Data]:
@@ -123,7 +129,15 @@ def _data_of(padded: Padded) -> Data:
     values: Any = padded.values
     if kind != "O":
         values = torch.from_numpy(widen(values) if kind == "u" else values)
-    return (PackedData if isinstance(padded, Packed) else TorchData)(values, seq_lens, seq_lens)
+    return _class_of(padded)(values, seq_lens, seq_lens)
+
+
+def _class_of(padded: Padded) -> type:
+    name = type(padded).__name__
+    try:
+        return TENSORS[name]
+    except KeyError:
+        raise ConfigError.of("missing-package", f"packed: expected False, got True{absent(name)}") from None
 
 
 def with_parts(losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:

@@ -17,12 +17,12 @@ from hvdtrain.data.randomness import noise_seeds
 from hvdtrain.data.types import Array
 from hvdtrain.learner.optimizer import UpdateGradients
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
+from hvdtrain.learner.torch.assembly import DividedOptimizer, Optimizer
 from hvdtrain.learner.torch.device import AsyncCopy
 from hvdtrain.learner.torch.optimizer import complete_momentum, plain_step
 from hvdtrain.learner.torch.optimizer_state import check_plain
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
-from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of
-from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
+from hvdtrain.learner.torch.several_optimizers import members_of
 from hvdtrain.learner.torch.tensors import named_trained
 
 PLAIN_ZERO_GRAD = torch.optim.Optimizer.zero_grad
@@ -108,9 +108,6 @@ class DeviceSkips:
         return torch.full((), value, dtype=torch.float64, device=self._device)
 
 
-Optimizer = AnyOptimizer | ShardedOptimizer
-
-
 @dataclass(frozen=True)
 class Skips:
     """What decides whether an update is skipped.
@@ -153,9 +150,9 @@ class Update:
         self._seed = seed
         # That of PyTorch's optimizers does nothing else, but within a range for profilers, which takes longer than a small step's
         # backward.
-        self._inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        self._inner = optimizer.inner if isinstance(optimizer, DividedOptimizer) else optimizer
         self._members = list(members_of(self._inner))
-        self._drops_plainly = not isinstance(optimizer, ShardedOptimizer) and all(
+        self._drops_plainly = not isinstance(optimizer, DividedOptimizer) and all(
             getattr(type(member), "zero_grad", None) is PLAIN_ZERO_GRAD for member in self._members
         )
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
@@ -238,7 +235,7 @@ class Update:
         an optimizer creates its state in its first step, and may leave it uninitialized if it skips that."""
         finite = torch.stack(self._norms(float("inf"))).isfinite()  # a gradient is finite if its largest element is
         if self._on_device is not None and self._has_applied and skips_by_itself(self._optimizer):
-            self._on_device.decide(self._optimizer, finite, self._with_gradient(), step)  # type: ignore[arg-type]  # not a ShardedOptimizer
+            self._on_device.decide(self._optimizer, finite, self._with_gradient(), step)  # type: ignore[arg-type]  # not a DividedOptimizer
             return True
         # If gradients were reduced, this is the same on all ranks.
         return self._check.decide(bool(finite.all()), step, self._invalid_names)
@@ -265,7 +262,7 @@ class Update:
 
     def _norms(self, order: float) -> list[torch.Tensor]:
         """Collective, if the optimizer is sharded. The norm of each gradient."""
-        if isinstance(self._optimizer, ShardedOptimizer):
+        if isinstance(self._optimizer, DividedOptimizer):
             return self._optimizer.norms(list(self._trained.values()), order)
         return list(torch._foreach_norm(self._gradients(), order))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.cli import exit_status
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def export(settings: Settings, out: Path | None) -> None:
     """Write a trained model for use without hvdtrain. Raises: HvdtrainError."""
-    settings = replace(settings, learner=replace(settings.learner, torch_compile=False))
+    settings = settings.with_keys(torch_compile=False)
     with open_session(settings, "export") as session:
         [feed] = session.feeds
         epoch = session.progress.epoch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hvdtrain.learner.base import StepCost
 from hvdtrain.plugins.inspect.models import is_of_torch
 from hvdtrain.report.json_lines import OutputShapes, as_json, table
@@ -17,7 +15,7 @@ from hvdtrain.training.agreement import plan_together
 
 def summarize(settings: Settings) -> None:
     """Log the model layer by layer, with the shapes of outputs for a batch; train and write nothing. Raises: HvdtrainError."""
-    settings = writing_nothing(replace(settings, learner=replace(settings.learner, torch_compile=False)))
+    settings = writing_nothing(settings.with_keys(torch_compile=False))
     with open_session(settings, "dry_run") as session:
         epoch = session.progress.epoch + 1
         # An evaluated dataset if there is one: evaluation may need data keys that train does not have.

@@ -17,7 +17,7 @@ import torch
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.torch.sharded_optimizer import ShardedOptimizer
+from hvdtrain.learner.torch.assembly import DividedOptimizer
 from hvdtrain.plugins.lightning.arguments import KEY, Extent
 from hvdtrain.plugins.lightning.checkpoint import hook_state, load_hooks, read_ckpt, write_ckpt
 from hvdtrain.plugins.lightning.given import Given
@@ -307,7 +307,7 @@ class Job(OtherTrainer):
     # The training
 
     def on_train_begin(self, training: Any) -> None:
-        if self.hooks.of(CLIPPING) and isinstance(training.optimizer, ShardedOptimizer):
+        if self.hooks.of(CLIPPING) and isinstance(training.optimizer, DividedOptimizer):
             raise ConfigError.of("unsupported", f"{CLIPPING}: expected gradients on every rank, got a sharded optimizer")
         self.training = training
         self.trainer.current_epoch = training.finished_epoch

@@ -255,11 +255,10 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
         settings,
         process=Process(is_own=False, handles_signals=False, prints_log=False),
         start=replace(settings.start, load=str(checkpoint), load_epoch=None),
-        learner=replace(settings.learner, torch_compile=False),
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets["stdout"]),
         reduce=replace(settings.reduce, use_horovod=False, horovod_timeline=None),
         torch_distributed=None,
-    )
+    ).with_keys(torch_compile=False)
     place = this_process.place()
     comm = SingleCommunicator(place.local_rank, place.local_size)  # also in a process that mpirun started
     with (

@@ -27,7 +27,7 @@ from hvdtrain.config.source import Source
 from hvdtrain.context import RunContext, get_run_ctx, is_size, size_name
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem, problem
-from hvdtrain.learner.torch.packed import PackedData
+from hvdtrain.learner.torch.tensors import TorchData
 from hvdtrain.plugins.returnn.imports import WatchedImports, select_torch
 from hvdtrain.plugins.returnn.older_data import older_extern_data
 from hvdtrain.plugins.returnn.older_steps import with_older_arguments
@@ -290,7 +290,7 @@ class Steps:
                 continue
             wanted.data[name] = template
             raw[name], raw[f"{name}:seq_len"] = _raw_values(name, template, batch)
-            if isinstance(batch[name], PackedData) and _is_tensor(raw[name]) and _has_time(template):
+            if not isinstance(batch[name], TorchData) and _is_tensor(raw[name]) and _has_time(template):
                 raw[f"{name}:packed"] = _packing_of(self._packing, name) or {"gap": 0, "align": 1}
         tensors: TensorDict = raw_dict_to_extern_data(
             raw,
@@ -448,7 +448,7 @@ def _is_tensor(value: Any) -> bool:
 def _options_of(entry: BatchEntry) -> dict[str, Any]:
     """An entry of `extern_data`, derived from the data."""
     raw = entry.raw_tensor
-    sizes = tuple(raw.shape[1:] if isinstance(entry, PackedData) else raw.shape[2:])
+    sizes = tuple(raw.shape[1:] if not isinstance(entry, TorchData) else raw.shape[2:])
     is_sparse = not sizes and not (_is_tensor(raw) and raw.is_floating_point())
     dtype = str(raw.dtype).removeprefix("torch.") if _is_tensor(raw) else "string"
     return {"shape": (None, *sizes), "dim": None if is_sparse or not sizes else sizes[-1], "sparse": is_sparse, "dtype": dtype}
@@ -461,9 +461,9 @@ def _raw_values(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) ->
             "unknown-key", f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"
         )
     raw, seq_lens, dims = batch[name].raw_tensor, batch[name].seq_lens, template.dims
-    if isinstance(batch[name], PackedData) and _has_time(template):
+    if not isinstance(batch[name], TorchData) and _has_time(template):
         dims = template.dims[1:]  # the frames of all sequences are one axis
-    elif isinstance(batch[name], PackedData) and bool((seq_lens == 1).all()):
+    elif not isinstance(batch[name], TorchData) and bool((seq_lens == 1).all()):
         raw = raw[:, None]
     if raw.ndim == len(dims) + 1 and bool((seq_lens == 1).all()):  # one frame per sequence: one value per sequence
         raw = raw[:, 0]

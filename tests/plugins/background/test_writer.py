@@ -13,7 +13,7 @@ import torch
 from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.integrity import damage
 from hvdtrain.learner.torch.model_file import file_format
-from hvdtrain.learner.torch.writer_process import BackgroundWriter
+from hvdtrain.plugins.background.writer import BackgroundWriter
 
 CPU = torch.device("cpu")
 
@@ -104,24 +104,24 @@ def test_an_error_is_raised_here_and_a_lost_process_is_replaced(tmp_path: Path, 
 PROGRAM = """
 import os, sys, threading
 from pathlib import Path
-from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.learner.torch.writer_process import BackgroundWriter
-from tests.learner.test_writer_process import assert_same, contents, read
+from hvdtrain.comm.fork_server import fork
+from hvdtrain.plugins.background.writer import BackgroundWriter, serve
+from tests.plugins.background.test_writer import assert_same, contents, read
 
 folder = Path(sys.argv[1])
-fork = FRAMEWORKS["torch"].fork_writer()
-assert fork is not None
-writer = BackgroundWriter(fork)
+forked = fork(serve)
+assert forked is not None
+writer = BackgroundWriter(forked)
 for size in (3, 50_000, 3):  # the second needs more memory
     given = contents(size)
     given.write(folder / "model.pt", folder / "opt.pt")
     expected = read(folder)
     writer.copy(given).write(folder / "model.pt", folder / "opt.pt")
     assert_same(read(folder), expected)
-    assert writer._process is fork.process and fork.process.poll() is None
+    assert writer._process is forked.process and forked.process.poll() is None
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-assert FRAMEWORKS["torch"].fork_writer() is None  # a thread may hold a lock
-print(Path(f"/proc/{fork.process.pid}/comm").read_text().strip(), fork.process.pid, flush=True)
+assert fork(serve) is None  # a thread may hold a lock
+print(Path(f"/proc/{forked.process.pid}/comm").read_text().strip(), forked.process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
 

@@ -11,7 +11,7 @@ from hvdtrain.errors import ConfigError, problem
 from hvdtrain.learner.torch.parameter_groups import pattern_problems
 
 
-class Freezing:
+class FrozenUntil:
     """Freezes trained parameters before their first step. Until then, backward computes no gradients for them, and the optimizer,
     which has them from the beginning, skips them.
 
@@ -38,11 +38,9 @@ class Freezing:
         self._steps = [(number, named[name], step) for number, (name, step) in enumerate(first.items()) if step]
 
     def apply(self, step: int) -> None:
-        """Called at the beginning of an update, after N steps of the training."""
         for _, parameter, first in self._steps:
             if parameter.requires_grad != (step >= first):
                 parameter.requires_grad_(step >= first)
 
     def frozen_now(self) -> list[int]:
-        """The numbers of the trained parameters that have been frozen since the first step."""
         return [number for number, parameter, _ in self._steps if not parameter.requires_grad]

@@ -8,10 +8,24 @@ from typing import Any
 
 import torch
 
+from hvdtrain.comm.base import Communicator
 from hvdtrain.config.references import as_function
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.frameworks import Extend
+from hvdtrain.learner.torch.assembly import Assembly
 from hvdtrain.learner.torch.model_file import read_file
+from hvdtrain.plugins.extra_models.keys import ExtraModelKeys
 from hvdtrain.runtime import log
+from hvdtrain.settings import Settings
+
+
+def with_extra_models(settings: Settings, comm: Communicator) -> Extend:
+    entries = settings.of(ExtraModelKeys).extra_models
+
+    def extend(assembly: Assembly) -> None:
+        assembly.extra_models = make_extra_models(entries, assembly.model, assembly.device, assembly.options.position)
+
+    return extend
 
 
 def make_extra_models(

@@ -9,8 +9,8 @@ from torch import nn
 
 from hvdtrain.data.padding import pack, pad
 from hvdtrain.data.types import Batch, Packed, Padded
-from hvdtrain.learner.torch.packed import PackedData
 from hvdtrain.learner.torch.tensors import tensors_of
+from hvdtrain.plugins.packed.data import PackedData
 
 LENGTHS = [5, 1, 9, 3, 9, 2]
 

@@ -13,7 +13,7 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.padding import join, pack, pad
 from hvdtrain.data.types import Batch, BatchParts
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.splitting import split_batch
+from hvdtrain.plugins.compute.splitting import split_batch
 
 LENGTHS = [4, 9, 1, 6, 2, 9, 3]
 

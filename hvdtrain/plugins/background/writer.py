@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.fork_server import Fork, ForkedProcess, rename
+from hvdtrain.comm.fork_server import Fork, ForkedProcess, fork, rename
 from hvdtrain.data.combine.workers import end_with
 from hvdtrain.errors import STOP_SIGNALS
 from hvdtrain.learner.contents import CheckpointContents, FileFormat
@@ -61,6 +61,11 @@ class Stored:
         return torch.frombuffer(memory, dtype=self.dtype, count=self.count, offset=self.offset).view(self.shape)
 
 
+def open_writer(may_fork: bool) -> BackgroundWriter:
+    """As in the table `savers`."""
+    return BackgroundWriter(fork(serve) if may_fork else None)
+
+
 class BackgroundWriter:
     """Copies what a checkpoint holds, and writes the copy in another process. One copy exists at a time.
 
@@ -76,7 +81,6 @@ class BackgroundWriter:
         self._is_shared = False  # whether the process has the memory
 
     def copy(self, contents: CheckpointContents) -> CheckpointContents:
-        """A copy whose files are written by the other process, from any thread. It is valid until the next call."""
         tensors: dict[Any, torch.Tensor] = {}
         _collect((contents.model, contents.optimizer), tensors)
         stored: dict[Any, Stored] = {}

@@ -8,13 +8,34 @@ not depend on when and how often a training is evaluated and saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.learner.frameworks import Extend
+from hvdtrain.learner.torch.assembly import Assembly, DividedOptimizer
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, name_of
+from hvdtrain.learner.torch.tensors import named_trained
 from hvdtrain.learner.weight_average import EvaluationWeights
+from hvdtrain.settings import Settings
+
+
+def with_modes(settings: Settings, comm: Communicator) -> Extend:
+    return extend
+
+
+def extend(assembly: Assembly) -> None:
+    assembly.weights_of_modes = partial(weights_of, assembly)
+
+
+def weights_of(assembly: Assembly, optimizer: AnyOptimizer, divided: DividedOptimizer | None) -> OptimizerModes:
+    """Raises: ConfigError."""
+    check_modes(optimizer, assembly.keys.ema_decay, assembly.exchange.keeps_ranks_alike)
+    exchange = None if divided is None else divided.exchange
+    return OptimizerModes(named_trained(assembly.model), optimizer, exchange)
 
 
 def check_modes(optimizer: AnyOptimizer, ema_decay: float | None, is_synced_every_update: bool) -> None:
@@ -85,11 +106,6 @@ class OptimizerModes(EvaluationWeights):
         """Does nothing: the optimizer's state has them."""
 
     def gather(self, keep: bool) -> None:
-        """Collective. Compute the weights for evaluations, which takes all ranks, before rank 0 alone saves them.
-
-        Args:
-            keep: whether this rank will save them.
-        """
         if self.has_started:
             with self.use():
                 self._gathered = self._copies() if keep else None

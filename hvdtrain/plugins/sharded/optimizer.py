@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from hvdtrain.comm.base import Communicator, all_reduce
+from hvdtrain.learner.frameworks import Extend
+from hvdtrain.learner.torch.assembly import Assembly, DividedOptimizer
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, members_of
+from hvdtrain.plugins.sharded.keys import ShardingKeys
+from hvdtrain.plugins.sharded.shares import check_shares
+from hvdtrain.settings import Settings
 
 
-class ShardedOptimizer:
+def sharded_over(settings: Settings, comm: Communicator) -> Extend | None:
+    is_sharded = settings.of(ShardingKeys).sharded and comm.size > 1
+    return partial(shard, comm) if is_sharded else None
+
+
+def shard(comm: Communicator, assembly: Assembly) -> None:
+    """Divide the state of the optimizer among ranks."""
+
+    def divide(optimizer: AnyOptimizer) -> ShardedOptimizer:
+        check_shares(optimizer)
+        return ShardedOptimizer(optimizer, comm)
+
+    assembly.divide = divide
+
+
+class ShardedOptimizer(DividedOptimizer):
     """The config's optimizer with this rank's share of the parameters.
 
-    A gradient is reduced only to the rank that owns its parameter; on other ranks its values are undefined. `norms` computes
-    norms over all gradients.
-
-    It saves and loads the state of all parameters like an unsharded optimizer: a checkpoint depends neither on sharding nor on
-    the number of ranks.
+    A checkpoint depends neither on sharding nor on the number of ranks.
 
     Args:
         optimizer: with all parameters, before its first step. The parameters of other ranks are removed from its groups.
     """
 
     def __init__(self, optimizer: AnyOptimizer, comm: Communicator) -> None:
-        self._optimizer = optimizer
+        self.inner = optimizer
         self._comm = comm
-        self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        parameters = [parameter for group in self._groups for parameter in group]
+        self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        parameters = [parameter for group in self.whole_groups for parameter in group]
         owners = _owners([parameter.numel() for parameter in parameters], comm.size)
         self._owner_of = {id(parameter): owner for parameter, owner in zip(parameters, owners, strict=True)}
         self._of_rank: list[list[torch.Tensor]] = [[] for _ in range(comm.size)]
@@ -44,32 +61,11 @@ class ShardedOptimizer:
         self._is_own: torch.Tensor | None = None
         self._gathered: dict[str, Any] | None = None
 
-    @property
-    def inner(self) -> AnyOptimizer:
-        """The config's optimizer, with this rank's share."""
-        return self._optimizer
-
-    @property
-    def whole_groups(self) -> list[list[torch.Tensor]]:
-        """The parameters of all ranks, by group."""
-        return self._groups
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, with this rank's parameters."""
-        return self._optimizer.param_groups
-
     def owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """For each parameter, the rank that keeps its state, the only one to need its reduced gradient. Rank 0 for parameters
-        that are not in the optimizer."""
         return [self._owner_of.get(id(parameter), 0) for parameter in parameters]
 
     def norms(self, parameters: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-        """Collective. The norm of each parameter's gradient, from its owner: the same as if all ranks had all gradients.
-
-        Args:
-            parameters: always the same. Returns norms for those that have a gradient, which are the same on all ranks.
-        """
+        # From each gradient's owner. The parameters are always the same.
         norms_here = torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None], order)
         remaining = iter(norms_here)
         zero = norms_here[0].new_zeros((), dtype=torch.float64)
@@ -82,14 +78,12 @@ class ShardedOptimizer:
         return [norm.to(own_norm.dtype) for norm, own_norm in zip(present, norms_here, strict=True)]
 
     def step(self) -> None:
-        """Collective. Update this rank's parameters and send them to the others."""
-        self._optimizer.step()
+        self.inner.step()
         self.exchange()
 
     def exchange(self) -> None:
-        """Collective. Send this rank's parameters to the others."""
         with torch.no_grad():
-            for kind in dict.fromkeys(parameter.dtype for group in self._groups for parameter in group):
+            for kind in dict.fromkeys(parameter.dtype for group in self.whole_groups for parameter in group):
                 self._exchange_shares([[parameter for parameter in share if parameter.dtype == kind] for share in self._of_rank])
 
     def _exchange_shares(self, shares: list[list[torch.Tensor]]) -> None:
@@ -104,8 +98,7 @@ class ShardedOptimizer:
             parameter.copy_(values.view(parameter.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, including those of other ranks."""
-        for group in self._groups:
+        for group in self.whole_groups:
             for parameter in group:
                 parameter.grad = None
 
@@ -116,7 +109,7 @@ class ShardedOptimizer:
         for rank in range(self._comm.size):
             mine: dict[int | str, Any] | None = None
             if rank == self._comm.rank:
-                states: list[tuple[Any, Any]] = [item for member in members_of(self._optimizer) for item in member.state.items()]
+                states: list[tuple[Any, Any]] = [item for member in members_of(self.inner) for item in member.state.items()]
                 mine = {numbers.get(id(parameter), parameter): _on_cpu(state) for parameter, state in states}
             whole |= self._comm.send_to_first(mine, rank, name="sharded_state") or {}
         if self._comm.rank == 0:
@@ -127,45 +120,41 @@ class ShardedOptimizer:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether this rank holds the state that `gather` collected."""
         return self._gathered is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that `gather` collected. Called by rank 0, once after each `gather`."""
         gathered, self._gathered = self._gathered, None
         if gathered is None:
             raise RuntimeError("ShardedOptimizer.state_dict: expected a call of gather() on all ranks before, got none")
         return gathered
 
     def load_state_dict(self, whole: dict[str, Any]) -> None:
-        """Load this rank's share of an unsharded optimizer's state. Raises: KeyError, ValueError, if it belongs to another
-        optimizer."""
         lengths = [len(group["params"]) for group in whole["param_groups"]]
-        if lengths != [len(group) for group in self._groups]:
-            raise ValueError(f"expected groups of {[len(group) for group in self._groups]} parameters, got {lengths}")
+        if lengths != [len(group) for group in self.whole_groups]:
+            raise ValueError(f"expected groups of {[len(group) for group in self.whole_groups]} parameters, got {lengths}")
         numbers = self._numbers()
-        share = [numbers[id(parameter)] for group in self._optimizer.param_groups for parameter in group["params"]]
+        share = [numbers[id(parameter)] for group in self.inner.param_groups for parameter in group["params"]]
         places = iter(range(len(share)))
         groups = [
             {**stored, "params": [next(places) for _ in group["params"]]}
-            for stored, group in zip(whole["param_groups"], self._optimizer.param_groups, strict=True)
+            for stored, group in zip(whole["param_groups"], self.inner.param_groups, strict=True)
         ]
         state: dict[int | str, Any] = {
             place: whole["state"][number] for place, number in enumerate(share) if number in whole["state"]
         }
         state |= {name: value for name, value in whole["state"].items() if isinstance(name, str)}  # of the optimizer as a whole
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _numbers(self) -> dict[int, int]:
         """The number of each parameter in an unsharded optimizer's state, by the parameter's id."""
-        parameters = [parameter for group in self._groups for parameter in group]
+        parameters = [parameter for group in self.whole_groups for parameter in group]
         return {id(parameter): number for number, parameter in enumerate(parameters)}
 
     def _all_groups(self) -> list[dict[str, Any]]:
-        places = iter(range(sum(len(group) for group in self._groups)))
+        places = iter(range(sum(len(group) for group in self.whole_groups)))
         return [
             {**{name: value for name, value in group.items() if name != "params"}, "params": [next(places) for _ in whole]}
-            for group, whole in zip(self._optimizer.param_groups, self._groups, strict=True)
+            for group, whole in zip(self.inner.param_groups, self.whole_groups, strict=True)
         ]
 
 

@@ -1,0 +1,5 @@
+"""Metrics of torchmetrics as scores of a whole dataset (`epoch_scores`)."""
+
+from hvdtrain.config.plugins import Plugin
+
+PLUGIN = Plugin(extensions={"torchmetrics": f"{__name__}.summed:with_metrics"})

@@ -1,0 +1,5 @@
+"""Optimizers whose state is divided among the ranks (`sharded` of torch_distributed)."""
+
+from hvdtrain.config.plugins import Plugin
+
+PLUGIN = Plugin(extensions={"sharded": f"{__name__}.optimizer:sharded_over"}, keys={"sharded": f"{__name__}.keys:ShardingKeys"})

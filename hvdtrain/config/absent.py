@@ -36,6 +36,7 @@ NAMES = {
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
     "search_output_file_format search_output_layer search_labels",
+    "several_optimizers": "several_optimizers",
     "sharded": "sharded torch_distributed.sharded",
     "speechbrain": "brain speechbrain",
     "speech": "KaldiFolder LhotseDataset LogMel SpecAugment SpeedPerturbation AddNoise Tokens",

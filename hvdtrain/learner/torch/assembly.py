@@ -15,6 +15,7 @@ from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.device import NOTHING
+from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
 from hvdtrain.learner.weight_average import EvaluationWeights
 
@@ -151,6 +152,7 @@ class Assembly:
         extra_models: models by name that are neither trained nor saved.
         epoch_scores: the key, with metrics as functions of statistics.
         metrics: those whose statistics are taken after each batch.
+        make_optimizer: makes the optimizer of the key's value and the model; and whether a fused implementation is preferred.
         divide: makes the optimizer one whose state is divided among the ranks; None: each rank has all of it.
         weights_of_modes: makes the weights for evaluations of an optimizer with `train()` and `eval()`, given that of the config
             and what `divide` made of it, if anything.
@@ -168,5 +170,6 @@ class Assembly:
     extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     epoch_scores: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[Metric] = ()
+    make_optimizer: Callable[[Any, torch.nn.Module, bool], AnyOptimizer] = make_optimizer
     divide: Callable[[AnyOptimizer], DividedOptimizer] | None = None
     weights_of_modes: Callable[[AnyOptimizer, DividedOptimizer | None], EvaluationWeights] | None = None

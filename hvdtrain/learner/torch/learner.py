@@ -26,7 +26,6 @@ from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.meter import open_meter
 from hvdtrain.learner.torch.model import build_model, check_import_order
 from hvdtrain.learner.torch.model_file import check_storable
-from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.optimizer_state import is_of_torch
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, has_modes, members_of, name_of
 from hvdtrain.learner.torch.state import TorchState, Unsaved, WeightAverage
@@ -63,7 +62,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     check = GradientCheck(limit, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     on_gpu = device.type == "cuda"
     on_device = DeviceSkips(check, device) if on_gpu and assembly.divide is None else None
-    whole_optimizer = make_optimizer(keys.optimizer, model, fused=check.is_needed and on_device is not None)
+    whole_optimizer = assembly.make_optimizer(keys.optimizer, model, check.is_needed and on_device is not None)
     trained = named_trained(model)
     divided = None if assembly.divide is None else assembly.divide(whole_optimizer)
     optimizer: Optimizer = whole_optimizer if divided is None else divided

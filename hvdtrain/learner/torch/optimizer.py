@@ -1,23 +1,22 @@
-"""The config's optimizer, or several of them."""
+"""The config's optimizer."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks as GLOBAL_POST_HOOKS
 from torch.optim.optimizer import _global_optimizer_pre_hooks as GLOBAL_PRE_HOOKS
 
+from hvdtrain.config.absent import absent
 from hvdtrain.errors import ConfigError, problem
-from hvdtrain.learner.optimizer import class_of, construct, wrapped_rf_module
-from hvdtrain.learner.optimizer_spec import MULTIPLIER, MULTIPLIERS, OTHERS, PARAMETERS
-from hvdtrain.learner.torch.parameter_groups import describe_type, make_groups, parameter_problems, pattern_problems
-from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, SeveralOptimizers
-from hvdtrain.learner.torch.tensors import named_trained, trained_of
+from hvdtrain.learner.optimizer import class_of, construct
+from hvdtrain.learner.optimizer_spec import MULTIPLIER
+from hvdtrain.learner.torch.parameter_groups import describe_type, make_groups, parameter_problems
+from hvdtrain.learner.torch.tensors import trained_of
 from hvdtrain.runtime import log
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -26,19 +25,11 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
 """Options of torch.optim's classes that select or rule out an implementation."""
 
-MATRICES = "matrices"
-"""A value of `parameters`: all with two axes, except embeddings."""
 
-MUON = getattr(torch.optim, "Muon", None)
-"""Muon, which takes matrices only; None: this version of PyTorch does not have it."""
+def make_optimizer(spec: dict[str, Any] | str | Any, model: torch.nn.Module, fused: bool = False) -> torch.optim.Optimizer:
+    """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the parameters.
 
-
-def make_optimizer(spec: dict[str, Any] | list[Any] | str | Any, model: torch.nn.Module, fused: bool = False) -> AnyOptimizer:
-    """An optimizer from `{"class": "adamw", "weight_decay": 0.01, ...}`, a name, or a function of the parameters; several from
-    a list.
-
-    A third-party class can be given as a class or as `"package.module.Class"`. Muon takes matrices only, so that
-    `{"class": "muon", "others": {...}}` makes two optimizers, unless the model has nothing but matrices.
+    A third-party class can be given as a class or as `"package.module.Class"`.
 
     The learning rate is set at every update; `epsilon` can be given for `eps`.
 
@@ -52,19 +43,14 @@ def make_optimizer(spec: dict[str, Any] | list[Any] | str | Any, model: torch.nn
     if callable(spec) and not isinstance(spec, type):
         return _check_optimizer(spec(trained_of(model)), model)
     if isinstance(spec, (list, tuple)):
-        return _make_several({f"optimizer[{number}].": _options_of(entry) for number, entry in enumerate(spec)}, model)
-    options = _options_of(spec if isinstance(spec, dict) else {"class": spec})
-    kind = _class_of(options["class"], "optimizer.")
-    if kind is not MUON or _matrices(model).keys() == named_trained(model).keys():
-        del options["class"]
-        if kind is MUON:
-            options.pop(OTHERS, None)  # there are none
-        return _make_one(kind, options, "optimizer.", make_groups(model, kind, options), fused and _is_real(model))
-    others = options.pop(OTHERS, None) or {"class": "adamw"}
-    return _make_several({"optimizer.": options, f"optimizer.{OTHERS}.": _options_of(others)}, model)
+        raise ConfigError.of("wrong-type", f"optimizer: expected one, got a list{absent('several_optimizers')}")
+    options = options_of(spec if isinstance(spec, dict) else {"class": spec})
+    kind = optimizer_class(options.pop("class"), "optimizer.")
+    return make_one(kind, options, "optimizer.", make_groups(model, kind, options), fused and _is_real(model))
 
 
-def _options_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of the key, with the names of options that PyTorch has."""
     return {"eps" if name == "epsilon" else name: value for name, value in entry.items()}
 
 
@@ -72,7 +58,7 @@ def _is_real(model: torch.nn.Module) -> bool:
     return all(parameter.is_floating_point() for parameter in trained_of(model))
 
 
-def _make_one(
+def make_one(
     kind: type, options: dict[str, Any], where: str, groups: list[dict[str, Any]], fused: bool = False
 ) -> torch.optim.Optimizer:
     """An optimizer of a class. Raises: ConfigError."""
@@ -83,81 +69,7 @@ def _make_one(
     return construct(kind, options, where, groups, lr=rate)  # type: ignore[no-any-return]
 
 
-def _make_several(entries: dict[str, dict[str, Any]], model: torch.nn.Module) -> AnyOptimizer:
-    """Several optimizers as one. An entry takes those of the remaining parameters that it asks for: all if it does not say which.
-
-    They share the learning rate of each step, which is one for AdamW. So the updates of torch's Muon get the size of AdamW's, if
-    the entry chooses neither a size nor a factor.
-
-    Args:
-        entries: the options of each, by the prefix of their names.
-
-    Raises:
-        ConfigError: a parameter has no optimizer, or an optimizer no parameter.
-    """
-    remaining = named_trained(model)
-    members, lines, problems = [], [], []
-    for where, options in entries.items():
-        kind = _class_of(options.pop("class"), where)
-        chosen = _choose(options.pop(PARAMETERS, MATRICES if kind is MUON else None), where, remaining, model)
-        if not chosen:
-            problems += problem(
-                "wrong-result", f"{where}{PARAMETERS}: expected parameters for {kind.__name__}, got none that are left"
-            )
-            continue
-        if kind is MUON and not {"adjust_lr_fn", MULTIPLIER, MULTIPLIERS} & options.keys():
-            options["adjust_lr_fn"] = "match_rms_adamw"
-        groups = make_groups(model, kind, options, where, chosen)
-        members.append(_make_one(kind, options, where, groups))
-        lines.append(f"{kind.__name__} of {sum(parameter.numel() for parameter in chosen.values()):,} ({len(chosen)} tensors)")
-        remaining = {name: parameter for name, parameter in remaining.items() if name not in chosen}
-    if remaining:
-        problems += problem(
-            "wrong-result",
-            f"optimizer: expected one for each trained parameter, got none for {', '.join(remaining)} (an entry without "
-            f"{PARAMETERS!r} takes all that are left)",
-        )
-    if problems:
-        raise ConfigError(problems)
-    log.info(f"optimizer: parameters: {', '.join(lines)}")
-    return SeveralOptimizers(members)
-
-
-def _choose(
-    wanted: Any, where: str, remaining: Mapping[str, torch.nn.Parameter], model: torch.nn.Module
-) -> dict[str, torch.nn.Parameter]:
-    """The remaining parameters that an entry asks for. Raises: ConfigError."""
-    if wanted is None:
-        return dict(remaining)
-    if wanted == MATRICES:
-        matrices = _matrices(model)
-        return {name: parameter for name, parameter in remaining.items() if name in matrices}
-    patterns = [wanted] if isinstance(wanted, str) else wanted
-    if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError.of(
-            "wrong-type",
-            f"{where}{PARAMETERS}: expected {MATRICES!r}, or patterns of parameters' names such as ['encoder.*'], got {wanted!r}",
-        )
-    every_name = list(named_trained(model))
-    problems = [problem for pattern in patterns for problem in pattern_problems(f"{where}{PARAMETERS}", pattern, every_name)]
-    if problems:
-        raise ConfigError(problems)
-    return {name: parameter for name, parameter in remaining.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
-
-
-def _matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The trained parameters with two axes, by name, except those that a layer uses as an embedding."""
-    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    looked_up = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, embeddings) or type(wrapped_rf_module(module)).__name__ == "Embedding"
-        for parameter in module.parameters(recurse=False)
-    }
-    return {name: matrix for name, matrix in named_trained(model).items() if matrix.dim() == 2 and id(matrix) not in looked_up}
-
-
-def _class_of(wanted: Any, where: str) -> Any:
+def optimizer_class(wanted: Any, where: str) -> Any:
     """The class of an optimizer. Raises: ConfigError."""
     known = {
         name.lower(): member

@@ -12,8 +12,8 @@ import hvdtrain
 from hvdtrain.config.keys import ALONE
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.learner.keys import LearnerKeys
-from hvdtrain.learner.torch.optimizer import make_optimizer
 from hvdtrain.learner.torch.several_optimizers import SeveralOptimizers
+from hvdtrain.plugins.several_optimizers.optimizers import make_optimizer
 
 
 class Model(nn.Module):

@@ -21,7 +21,7 @@ from hvdtrain.learner.epoch_scores import NO_EPOCH_SCORES
 if TYPE_CHECKING:
     from hvdtrain.data.read_ahead import Staging
     from hvdtrain.data.types import Array, Batch
-    from hvdtrain.learner.meter import Meter, Outputs
+    from hvdtrain.learner.meter import BatchOutputs, Meter
     from hvdtrain.learner.state_base import StateBase
 
 Total = Callable[[list[Tensor]], list[Tensor]]
@@ -156,12 +156,12 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def forward(self, batch: Batch) -> list[Outputs]:
-        """Run the config's forward_step; return the outputs it marks, by name, for each sequence of a batch. The meter gets the
-        losses and errors, if the framework computes them with the outputs.
+    def forward(self, batch: Batch) -> BatchOutputs:
+        """Run the config's forward_step; return the outputs that it marks. The meter gets the losses and errors, if the framework
+        computes them with the outputs.
 
         Raises:
-            ConfigError: it marks none, or an output does not have one entry for each sequence.
+            ConfigError: it marks none.
         """
 
     @abstractmethod

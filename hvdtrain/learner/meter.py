@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import accumulate
 from math import isfinite
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +16,7 @@ import numpy
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.context import Loss, Output
-from hvdtrain.data.types import Array, Batch
+from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.learner.precision import GradientCheck, Updates
 from hvdtrain.runtime.scores import Scores
@@ -28,18 +27,20 @@ TINY = 1e-30
 """The smallest divisor of a sum: if no elements were counted, the sum is also zero."""
 
 
-class Outputs(dict[str, "Array"]):
-    """The outputs of a sequence by name.
+@dataclass(frozen=True)
+class BatchOutputs:
+    """What forward_step has marked of a batch.
 
     Attributes:
+        values: by name, one row for each sequence, and the number of its frames without padding; None: all frames. Of a packed
+            batch, those with numbers of frames are the frames of one sequence after the other.
         vectors: the names of outputs without a frame axis: features of the whole sequence, shape (features,).
-        uncut: the names of outputs whose numbers of frames nobody gave: a sequence has as many as all others of its batch.
+        array_of: the array of a row.
     """
 
-    def __init__(self, vectors: frozenset[str], uncut: frozenset[str] = frozenset()) -> None:
-        super().__init__()
-        self.vectors = vectors
-        self.uncut = uncut
+    values: Mapping[str, tuple[Any, Sequence[int] | None]]
+    vectors: Collection[str] = ()
+    array_of: Callable[[Any], Array] = numpy.asarray
 
 
 @dataclass(frozen=True)
@@ -153,57 +154,6 @@ def check_marked_outputs(outputs: Mapping[str, Output]) -> None:
         raise ConfigError.of(
             "wrong-call", "forward_step: expected a call of hvdtrain.get_run_ctx().mark_as_output(...), got none"
         )
-
-
-def split_by_sequence(
-    outputs: Mapping[str, tuple[Any, Sequence[int] | None]],
-    batch: Batch,
-    vectors: Iterable[str] = (),
-    array_of: Callable[[Any], Array] = numpy.asarray,
-) -> list[Outputs]:
-    """The outputs of each sequence of a batch by name, without padding.
-
-    Args:
-        outputs: by name, one row for each sequence, and the number of its frames without padding; None: all frames. Of a packed
-            batch, those with numbers of frames are the frames of one sequence after the other.
-        vectors: as in `Outputs`.
-        array_of: the array of a row.
-
-    Raises:
-        ConfigError: an output has another number of rows, or of frames.
-    """
-    count = len(batch.indices)
-    known = frozenset(vectors)
-    uncut = frozenset(name for name, (values, seq_lens) in outputs.items() if seq_lens is None and not isinstance(values, list))
-    sequences = [Outputs(known, uncut) for _ in range(count)]
-    for name, (values, seq_lens) in outputs.items():
-        if seq_lens is not None and batch.is_packed:
-            values, seq_lens = _split_packed(name, values, seq_lens), None
-        rows = [array_of(row) for row in values]
-        lengths: Sequence[int | None] = [None] * len(rows) if seq_lens is None else seq_lens
-        if not len(rows) == len(lengths) == count:
-            raise ConfigError.of(
-                "wrong-result", f"forward_step: expected an entry of {name} for each of {count} sequences, got {len(rows)}"
-            )
-        for sequence, row, length in zip(sequences, rows, lengths, strict=True):
-            sequence[name] = row[:length] if row.ndim else row
-    return sequences
-
-
-def _split_packed(name: str, value: Any, lengths: Sequence[int]) -> list[Any]:
-    """The rows of an output of packed data, whose frames come one sequence after the other.
-
-    Raises:
-        ConfigError: the output has another number of frames.
-    """
-    if len(value) != sum(lengths):
-        raise ConfigError.of(
-            "wrong-result",
-            f"forward_step: expected the {sum(lengths)} frames that seq_lens says in the output {name!r} of a packed batch, got "
-            f"{len(value)}",
-        )
-    ends = accumulate(lengths)
-    return [value[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 MAX_PENDING = 1000

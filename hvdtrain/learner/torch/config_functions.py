@@ -15,10 +15,9 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import TRAIN
 from hvdtrain.learner.epoch_scores import with_statistics
 from hvdtrain.learner.meter import (
-    Outputs,
+    BatchOutputs,
     check_marked_losses,
     check_marked_outputs,
-    split_by_sequence,
 )
 from hvdtrain.learner.torch.assembly import Metric, Watch
 from hvdtrain.learner.torch.device import Autocast
@@ -74,8 +73,8 @@ class ConfigFunctions:
             context.statistics.update(metric.states())
         return with_statistics(context, AS_FLOAT64) if context.statistics else context.losses
 
-    def outputs(self, batch: Batch, epoch: int, step: int, dataset: str) -> list[Outputs]:
-        """Run forward_step; return the marked outputs of each sequence by name. Raises: ConfigError."""
+    def outputs(self, batch: Batch, epoch: int, step: int, dataset: str) -> BatchOutputs:
+        """Run forward_step; return what it marks. Raises: ConfigError."""
         if self.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         self.model.eval()
@@ -92,4 +91,4 @@ class ConfigFunctions:
             if output.seq_lens is None and isinstance(value, torch.Tensor) and value.ndim == 2 and value.is_floating_point():
                 vectors.append(name)
             outputs[name] = value, None if output.seq_lens is None else [int(length) for length in output.seq_lens]
-        return split_by_sequence(outputs, batch, vectors, array_of)
+        return BatchOutputs(outputs, vectors, array_of)

@@ -15,7 +15,7 @@ from hvdtrain.data.types import Batch
 from hvdtrain.learner.attributes import kinds_of
 from hvdtrain.learner.base import Layer, Learner, StepCost, Total
 from hvdtrain.learner.marks import MarksOfSteps
-from hvdtrain.learner.meter import Meter, Outputs, scales_of
+from hvdtrain.learner.meter import BatchOutputs, Meter, scales_of
 from hvdtrain.learner.torch.assembly import Assembly, BatchNormExchange
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.config_functions import ConfigFunctions
@@ -130,7 +130,7 @@ class TorchLearner(Learner):
             total_statistics(norms.values(), total)
         return list(norms)
 
-    def forward(self, batch: Batch) -> list[Outputs]:
+    def forward(self, batch: Batch) -> BatchOutputs:
         await_copy(batch)
         self._seed_evaluation(batch)
         return self._functions.outputs(batch, self._epoch, self._step, self.dataset)

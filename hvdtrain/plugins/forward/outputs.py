@@ -17,8 +17,8 @@ from hvdtrain.data.naming import Naming
 from hvdtrain.data.types import Array, Batch, Items, Stream
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner
-from hvdtrain.learner.meter import Outputs
 from hvdtrain.plugins.forward.keys import ForwardKeys
+from hvdtrain.plugins.forward.split import Outputs, split_by_sequence
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.watchdog import Watchdog
@@ -156,7 +156,7 @@ def forward(
                 batch = next(batches, None)
                 if batch is not None:
                     with Naming(batch, feed):
-                        by_sequence = learner.forward(batch)
+                        by_sequence = split_by_sequence(learner.forward(batch), batch)
                     for outputs in by_sequence[:1]:
                         padded.check(batch, outputs)
                     for index, outputs in zip(batch.indices.tolist(), by_sequence, strict=True):

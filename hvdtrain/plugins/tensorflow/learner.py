@@ -21,7 +21,7 @@ from hvdtrain.learner.base import Exported, Layer, Learner, Total
 from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions, gpu_of
 from hvdtrain.learner.keys import LearnerKeys
-from hvdtrain.learner.meter import MAX_PENDING, Meter, Outputs, Transfer, split_by_sequence
+from hvdtrain.learner.meter import MAX_PENDING, BatchOutputs, Meter, Transfer
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
@@ -208,7 +208,7 @@ class TensorFlowLearner(Learner):
                 variable.assign(tf.cast(values / batch_count[0], variable.dtype))
         return list(norms)
 
-    def forward(self, batch: Batch) -> list[Outputs]:
+    def forward(self, batch: Batch) -> BatchOutputs:
         outputs = self.graphs.forward(batch, self._epoch, self._step)
         arrays = {
             name: (values.numpy(), None if seq_lens is None else seq_lens.numpy().tolist())
@@ -219,7 +219,7 @@ class TensorFlowLearner(Learner):
             for name, (values, seq_lens) in outputs.items()
             if seq_lens is None and values.ndim == 2 and values.dtype.is_floating
         )
-        return split_by_sequence(arrays, batch, vectors)
+        return BatchOutputs(arrays, tuple(vectors))
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         return layers_of(self.model)

@@ -20,6 +20,7 @@ from hvdtrain.context import get_run_ctx
 from hvdtrain.data.types import Batch, BatchParts, Padded
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.learner.preload import PreloadNames, PreloadRequest
+from hvdtrain.plugins.forward.split import split_by_sequence
 from hvdtrain.plugins.tensorflow.tensors import variables_of
 
 
@@ -429,7 +430,7 @@ def test_outputs_of_a_forward_step_by_sequence() -> None:
         get_run_ctx().mark_as_output(tf.reduce_sum(data.raw_tensor, [1, 2]), "sum")
         get_run_ctx().mark_as_output(tf.reduce_sum(data.raw_tensor, 1), "sums")
 
-    first, second = learner(forward_step=forward_step).forward(BATCH)
+    first, second = split_by_sequence(learner(forward_step=forward_step).forward(BATCH), BATCH)
     assert first["output"].tolist() == [[3.0], [7.0]]
     assert second["output"].tolist() == [[11.0]]
     assert (first["sum"], second["sum"]) == (10.0, 11.0)
@@ -437,7 +438,9 @@ def test_outputs_of_a_forward_step_by_sequence() -> None:
     with refused("forward_step: wrong-call"):
         learner(forward_step=lambda **_: None).forward(BATCH)
     with refused("forward_step: wrong-result"):
-        learner(forward_step=lambda **_: get_run_ctx().mark_as_default_output(tf.zeros([3]))).forward(BATCH)
+        split_by_sequence(
+            learner(forward_step=lambda **_: get_run_ctx().mark_as_default_output(tf.zeros([3]))).forward(BATCH), BATCH
+        )
 
 
 def test_an_update_with_a_gradient_that_is_no_number_is_left_out() -> None:

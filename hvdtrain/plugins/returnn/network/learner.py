@@ -19,7 +19,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Exported, Layer, Learner, Total
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
-from hvdtrain.learner.meter import TINY, Meter, Outputs, Transfer, split_by_sequence
+from hvdtrain.learner.meter import TINY, BatchOutputs, Meter, Transfer
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.plugins.returnn.network import gradients as host
@@ -156,7 +156,7 @@ class NetworkLearner(Learner):
             "statistics of BatchNorm by themselves",
         )
 
-    def forward(self, batch: Batch) -> list[Outputs]:
+    def forward(self, batch: Batch) -> BatchOutputs:
         graph = self._graph
         outputs = graph.outputs(self._layers)
         feed = graph.feed(batch, False, self._step, 0, needs_all=False)
@@ -168,7 +168,7 @@ class NetworkLearner(Learner):
         for name, output in outputs.items():
             rows |= output.arrays(name, fetched["outputs"][name])
         vectors = (name for name, output in outputs.items() if output.sizes is None and output.values.dtype.is_floating)
-        return split_by_sequence(rows, batch, vectors)
+        return BatchOutputs(rows, tuple(vectors))
 
     def modules(self) -> Iterator[tuple[str, Any]]:
         yield "", self.model

@@ -19,7 +19,7 @@ from hvdtrain.learner.base import Exported, Layer, Learner, Total
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
-from hvdtrain.learner.meter import Meter, Outputs, Transfer, scales_of
+from hvdtrain.learner.meter import BatchOutputs, Meter, Transfer, scales_of
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
@@ -146,7 +146,7 @@ class ArrayLearner(Learner):
     def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
         return []
 
-    def forward(self, batch: Batch) -> list[Outputs]:
+    def forward(self, batch: Batch) -> BatchOutputs:
         raise ConfigError.of("unsupported", "backend: expected a framework with outputs for the task forward")
 
     def _run(self, batch: Batch, train: bool) -> None:

@@ -33,6 +33,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
     "extra_models": {"extra_models: unknown key": ["++extra_models", "{}"]},
     "forward": {"output_file: unknown key": ["++output_file", "a.hdf"]},
+    "frozen_base": {"save_parameters: unknown key": ["++save_parameters", "trained"]},
     "inspect": {"task: expected one of": ["++task", "summary"]},
     "streams": {"train.class: expected one of": ["++train", "{'class': 'IterableDataset'}"]},
     "synthetic": {"train.class: expected one of": ["++train", "{'class': 'DummyDataset'}"]},

@@ -129,13 +129,6 @@ class SavingKeys(Section):
         positive,
     )
 
-    save_parameters: Literal["all", "trained"] = key(
-        "all",
-        "which parameters the model's file has: all, or only the trained ones, such as adapters, with a hash of the frozen ones "
-        "from get_model, which is checked on loading",
-        needs="torch",
-        instead="Keras saves layers by name: save those of the adapter in a callback",
-    )
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
     )

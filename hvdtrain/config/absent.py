@@ -19,6 +19,7 @@ NAMES = {
     "espnet": "espnet_model espnet",
     "extra_models": "extra_models",
     "forward": "forward search output_file forward_callback",
+    "frozen_base": "frozen_base save_parameters",
     "hdf_tools": "dump check",
     "horovod": "horovod",
     "init": "init",

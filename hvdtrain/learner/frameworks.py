@@ -66,7 +66,6 @@ class BuildOptions:
         bucket_bytes: the size of a message with gradients, given whether they are on a GPU.
         constants: loads constant parameters, which are neither trained nor saved, with the given function; returns their names.
         model_format: the format of the model's file: the framework's suffix, or "safetensors".
-        saves_frozen: whether the model's file has parameters that are not trained.
         saver: writes copies of checkpoints while training goes on; None: a thread of this process does.
         position: the epoch and the step that get_model is called with.
         extensions: add to PyTorch's learner what the keys of plug-ins ask for.
@@ -80,7 +79,6 @@ class BuildOptions:
     bucket_bytes: Callable[[bool], int] = lambda on_gpu: SMALL_BUCKET
     constants: Callable[[PreloadFunction], list[str]] | None = None
     model_format: str = ""
-    saves_frozen: bool = True
     saver: BackgroundSaver | None = None
     position: tuple[int, int] = NEW
     extensions: Sequence[Extend] = ()

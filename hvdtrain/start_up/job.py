@@ -347,7 +347,6 @@ def build_learner(
         bucket_bytes=comm.bucket_bytes,
         constants=partial(load_preloads, constant) if constant else None,
         model_format=settings.saving.checkpoint_format or framework.suffix,
-        saves_frozen=settings.saving.save_parameters == "all",
         saver=writer,
         position=position,
         extensions=_extensions(settings, comm) if "extensions" in framework.features else (),

@@ -1,6 +1,7 @@
 """What ranks that save together hear of each other: with PyTorch, on ranks that are threads."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducers import ReduceKeys
+from hvdtrain.learner.torch.assembly import Assembly
 from hvdtrain.learner.torch.learner import build_learner
+from hvdtrain.plugins.frozen_base.parameters import FrozenBase
 from hvdtrain.runtime.timer import Timer
+
+
+def leave_out_base(assembly: Assembly) -> None:
+    assembly.make_base = partial(FrozenBase, assembly.model, assembly.constants, True)
 
 
 def with_frozen_layer(**_: Any) -> torch.nn.Module:
@@ -31,7 +38,7 @@ def saver_of(comm: Communicator, folder: Path, background: ThreadPoolExecutor) -
     reducer = ReduceKeys().reducer(comm, Timer())
     keys = LearnerKeys(get_model=with_frozen_layer, train_step=step)
     learner = build_learner(
-        keys, reducer.gradients, BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1, saves_frozen=False)
+        keys, reducer.gradients, BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1, extensions=[leave_out_base])
     )
     return Saver(
         comm, learner.state, reducer.sync, CheckpointFolder(folder / "model"), "shard", background=background

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +80,26 @@ class Metric(Protocol):
         ...
 
 
+class Base(Protocol):
+    """Parameters that are not trained, and that the model's file may leave out.
+
+    Attributes:
+        names: of those that it leaves out.
+        entry: of the file, by which a later start recognizes them; None: the file leaves out nothing.
+    """
+
+    names: frozenset[str]
+    entry: dict[str, Any] | None
+
+    def check(self) -> None:
+        """Raises: ConfigError, if a parameter that is left out has changed: nothing would save it."""
+        ...
+
+    def left_out(self, stored: dict[str, Any], tensors: Mapping[str, Any], file: Path) -> Mapping[str, torch.Tensor]:
+        """See `StateBase._left_out`."""
+        ...
+
+
 class DividedOptimizer(ABC):
     """An optimizer whose state is divided among the ranks. It saves and loads that of all parameters, like an undivided one.
 
@@ -145,9 +166,11 @@ class Assembly:
 
     Attributes:
         model: on its device; the optimizer is not made yet.
+        constants: the names of parameters that are neither trained nor saved.
         watch: the context around the calls of the config's functions.
         batch_norm: the exchange between the ranks' BatchNorms; None: there is none.
         splitter: splits batches that do not fit into memory; None: such a batch is an error.
+        make_base: makes what knows the parameters that the model's file leaves out; None: it leaves out none.
         freeze: makes what freezes some of the trained parameters until a step, given these by name; None: none are.
         extra_models: models by name that are neither trained nor saved.
         epoch_scores: the key, with metrics as functions of statistics.
@@ -163,9 +186,11 @@ class Assembly:
     exchange: GradientExchange
     model: torch.nn.Module
     device: torch.device
+    constants: frozenset[str] = frozenset()
     watch: Watch = lambda: NOTHING
     batch_norm: BatchNormExchange | None = None
     splitter: Splitter | None = None
+    make_base: Callable[[], Base] | None = None
     freeze: Callable[[Mapping[str, torch.nn.Parameter]], Freezing] | None = None
     extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
     epoch_scores: Mapping[str, Any] = field(default_factory=dict)

@@ -21,7 +21,6 @@ from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.torch.assembly import Assembly, DividedOptimizer, Optimizer
 from hvdtrain.learner.torch.config_functions import ConfigFunctions
 from hvdtrain.learner.torch.device import autocast_of, device_of, enable_determinism, seed_all
-from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.meter import open_meter
 from hvdtrain.learner.torch.model import build_model, check_import_order
@@ -33,7 +32,6 @@ from hvdtrain.learner.torch.step import TorchLearner
 from hvdtrain.learner.torch.tensors import CudaStaging, named_trained
 from hvdtrain.learner.torch.update import DeviceSkips, GradientNoise, Skips, Update
 from hvdtrain.learner.weight_average import EvaluationWeights
-from hvdtrain.runtime import log
 
 
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> TorchLearner:
@@ -50,7 +48,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     seed_all(device, mix_seed(options.seed, 0, 0))
     model, constants = build_model(keys, options, device)
     check_storable(model, options.model_format)
-    assembly = Assembly(keys, options, gradient_exchange, model, device, epoch_scores=keys.epoch_scores)
+    assembly = Assembly(keys, options, gradient_exchange, model, device, constants, epoch_scores=keys.epoch_scores)
     for extend in options.extensions:
         extend(assembly)
     scale = options.precision.loss_scale(options.precision.dtype)
@@ -69,9 +67,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     owners = None if divided is None else divided.owners(list(trained.values()))
     gradients = Gradients(trained, gradient_exchange, device, options.bucket_bytes(on_gpu), owners)
     noise = GradientNoise(lambda: (options.seed, None if are_reduced() else options.rank), device)
-    base = None if options.saves_frozen else FrozenBase(model, constants)
-    if base is not None:
-        log.info(f"save_parameters: the model's file has {base.description}; the others are of {describe_base(base.entry)}")
+    base = None if assembly.make_base is None else assembly.make_base()
     average = _average(assembly, whole_optimizer, divided, trained)
 
     def seed_optimizer(step: int) -> None:

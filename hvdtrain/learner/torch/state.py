@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hvdtrain.data.types import Array
-from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents, Reader
 from hvdtrain.learner.frameworks import BackgroundSaver
 from hvdtrain.learner.model_format import is_safetensors
@@ -20,8 +20,7 @@ from hvdtrain.learner.optimizer import option_texts
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.preload import PreloadRequest, preload_values, shapes_of
 from hvdtrain.learner.state_base import StateBase
-from hvdtrain.learner.torch.assembly import DividedOptimizer, Freezing, Optimizer
-from hvdtrain.learner.torch.frozen_base import FrozenBase, describe_base, entry_of, fingerprint
+from hvdtrain.learner.torch.assembly import Base, DividedOptimizer, Freezing, Optimizer
 from hvdtrain.learner.torch.model_file import file_format, place_of, read_file
 from hvdtrain.learner.torch.optimizer_state import OptimizerOptions, check_state_shapes, missing_states, regroup
 from hvdtrain.learner.torch.parameter_groups import names_by_group
@@ -45,12 +44,12 @@ class Unsaved:
 
     Attributes:
         constants: the names of those that are neither saved nor loaded, as they always come from another model's file.
-        base: frozen ones; None: these are saved.
+        base: frozen ones; None: all of these are saved.
         extra_models: by name, whole models that are neither trained nor saved.
     """
 
     constants: frozenset[str] = frozenset()
-    base: FrozenBase | None = None
+    base: Base | None = None
     extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
 
@@ -97,14 +96,17 @@ class TorchState(StateBase):
 
     @property
     def base_hash(self) -> str | None:
-        return None if self._base is None else str(self._base.entry["sha256"])
+        return None if self._base is None or self._base.entry is None else str(self._base.entry["sha256"])
 
     def other_checksums(self) -> dict[str, str]:
-        states = {name: model.state_dict() for name, model in self._extra_models.items()}
-        return {
-            name: fingerprint({key: value for key, value in state.items() if isinstance(value, torch.Tensor)})
-            for name, state in states.items()
-        }
+        return {name: self._checksum(model.state_dict()) for name, model in self._extra_models.items()}
+
+    def _checksum(self, state: Mapping[str, Any]) -> str:
+        tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        digest = sha256(repr([(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]).encode())
+        for bits in self._bits(list(tensors.values())):
+            digest.update(bits)
+        return digest.hexdigest()
 
     def check_base(self) -> None:
         if self._base is not None:
@@ -141,7 +143,7 @@ class TorchState(StateBase):
 
     def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
         self._tell_changes()
-        of_base = {} if self._base is None else {BASE: self._base.entry}
+        of_base = {} if self._base is None or self._base.entry is None else {BASE: self._base.entry}
         contents = super().contents({**progress, **of_base}, model_only=model_only)
         if model_only:
             return contents
@@ -192,26 +194,8 @@ class TorchState(StateBase):
     def model_tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in self._unsaved}
 
-    def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, torch.Tensor]:
-        entry = stored.pop(BASE, None)
-        missing = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - self._constants
-        if entry is None:
-            if missing and self._base is not None:
-                raise CheckpointError(
-                    f"{file}: expected all parameters, or the hash of a base model, got neither "
-                    f"{', '.join(sorted(missing)[:5])} nor that"
-                )
-            return {}
-        tensors = self._model.state_dict()
-        named = {name: parameter for name, parameter in self._model.named_parameters() if name in missing}
-        checksum = fingerprint(named) if self._base is None else self._base.fingerprint_of(named)
-        if not isinstance(entry, dict) or checksum != entry.get("sha256"):
-            raise CheckpointError(
-                f"{file}: expected the base model that its parameters were trained with ({describe_base(entry)}), got "
-                f"{describe_base(entry_of(self._model, named))} from get_model (the file has trained parameters only, by "
-                "save_parameters = 'trained': get_model has to return the same pretrained model in every start)"
-            )
-        return {name: tensors[name] for name in missing}
+    def _left_out(self, stored: dict[str, Any], tensors: Mapping[str, torch.Tensor], file: Path) -> Mapping[str, torch.Tensor]:
+        return {} if self._base is None else self._base.left_out(stored, tensors, file)
 
     def set_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         present = self._model.state_dict()

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvdtrain.errors import ConfigError, first_few
+from hvdtrain.comm.base import Communicator
+from hvdtrain.errors import CheckpointError, ConfigError, first_few
+from hvdtrain.learner.contents import BASE
+from hvdtrain.learner.frameworks import Extend
+from hvdtrain.learner.torch.assembly import Assembly
+from hvdtrain.plugins.frozen_base.keys import FrozenBaseKeys
+from hvdtrain.runtime import log
+from hvdtrain.settings import Settings
+
+
+def with_base(settings: Settings, comm: Communicator) -> Extend:
+    leaves_out = settings.of(FrozenBaseKeys).save_parameters == "trained"
+
+    def extend(assembly: Assembly) -> None:
+        assembly.make_base = partial(FrozenBase, assembly.model, assembly.constants, leaves_out)
+
+    return extend
 
 
 class FrozenBase:
@@ -17,14 +35,25 @@ class FrozenBase:
     Args:
         model: in which the parameters that are to be saved have `requires_grad`.
         constants: the names of frozen parameters that are not saved in any case.
+        leaves_out: whether the model's file is without them.
     """
 
-    def __init__(self, model: torch.nn.Module, constants: Iterable[str]) -> None:
-        left_out = set(constants)
+    def __init__(self, model: torch.nn.Module, constants: Collection[str], leaves_out: bool) -> None:
+        self._model = model
+        self._constants = constants
+        self.names: frozenset[str] = frozenset()
+        self.entry: dict[str, Any] | None = None
+        self._named: dict[str, torch.nn.Parameter] = {}
+        self._sums: list[int] = []
+        if leaves_out:
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        model = self._model
         self._named = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if not parameter.requires_grad and name not in left_out
+            if not parameter.requires_grad and name not in self._constants
         }
         same = {id(parameter) for parameter in self._named.values()}
         aliases = model.named_parameters(remove_duplicate=False)
@@ -32,10 +61,13 @@ class FrozenBase:
         self._sums = checksums(self._named.values())
         self.entry = entry_of(model, self._named)
         total = sum(parameter.numel() for parameter in model.parameters())
-        self.description = f"{total - self.entry['parameters']:,} of {total:,} parameters"
+        count = total - self.entry["parameters"]
+        log.info(
+            f"save_parameters: the model's file has {count:,} of {total:,} parameters; the others are of "
+            f"{describe_base(self.entry)}"
+        )
 
     def check(self) -> None:
-        """Raises: ConfigError, if a frozen parameter has changed: nothing would save it."""
         if self._sums != (now := checksums(self._named.values())):
             pairs = zip(self._named, self._sums, now, strict=True)
             changed = [name for name, before, after in pairs if before != after]
@@ -46,9 +78,29 @@ class FrozenBase:
                 "get_model, or by preload_from_files with init_for_train = 'always'; or save_parameters = 'all')",
             )
 
-    def fingerprint_of(self, named: Mapping[str, torch.Tensor]) -> str:
-        """That of some frozen parameters; if these are all of the base, no bytes are read again."""
-        return str(self.entry["sha256"]) if named.keys() == self._named.keys() else fingerprint(named)
+    def left_out(self, stored: dict[str, Any], tensors: Mapping[str, Any], file: Path) -> dict[str, torch.Tensor]:
+        entry = stored.pop(BASE, None)
+        missing = (
+            {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - tensors.keys() - set(self._constants)
+        )
+        if entry is None:
+            if missing and self.entry is not None:
+                raise CheckpointError(
+                    f"{file}: expected all parameters, or the hash of a base model, got neither "
+                    f"{', '.join(sorted(missing)[:5])} nor that"
+                )
+            return {}
+        named = {name: parameter for name, parameter in self._model.named_parameters() if name in missing}
+        is_all_of_it = self.entry is not None and named.keys() == self._named.keys()  # then no bytes are read again
+        here = self.entry if is_all_of_it and self.entry is not None else entry_of(self._model, named)
+        if not isinstance(entry, dict) or here["sha256"] != entry.get("sha256"):
+            raise CheckpointError(
+                f"{file}: expected the base model that its parameters were trained with ({describe_base(entry)}), got "
+                f"{describe_base(here)} from get_model (the file has trained parameters only, by "
+                "save_parameters = 'trained': get_model has to return the same pretrained model in every start)"
+            )
+        present = self._model.state_dict()
+        return {name: present[name] for name in missing}
 
 
 def entry_of(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -1,0 +1,7 @@
+"""Models of which only the trained parameters are saved, such as adapters (`save_parameters`)."""
+
+from hvdtrain.config.plugins import Plugin
+
+PLUGIN = Plugin(
+    extensions={"frozen_base": f"{__name__}.parameters:with_base"}, keys={"frozen_base": f"{__name__}.keys:FrozenBaseKeys"}
+)

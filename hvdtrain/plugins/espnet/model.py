@@ -77,11 +77,11 @@ class EspnetModel(OtherTrainer):
                 "wrong-result", f"{KEY}: expected forward to return (loss, stats, weight), got a {type(result).__name__}"
             )
         loss, stats, weight = result
-        weight = torch.as_tensor(weight, device=loss.device)
+        weight = torch.as_tensor(self.num_items if weight is None else weight, device=loss.device)
         context.mark_as_loss(
             (loss * weight.to(loss.dtype)).sum(), "loss", use_normalized_loss=True, custom_inv_norm_factor=weight.sum()
         )
-        for name, value in stats.items():
+        for name, value in (stats or {}).items():
             if name != "loss" and value is not None:
                 value = torch.as_tensor(value, device=loss.device).detach()
                 counts = weight * value.isfinite()  # as ESPnet's reporter, which leaves out what is no number
@@ -124,7 +124,8 @@ class EspnetModel(OtherTrainer):
         if self._int_pad_value is not None:
             return self._int_pad_value
         usual = 0 if {*type(model).__module__.split(".")} & {*PADDED_WITH_0} else INT_PADDING
-        return int(getattr(model, "ignore_id", usual))
+        joined = [each.ignore_id for each in (model, *model.children()) if hasattr(each, "ignore_id")]  # as of EnhS2T
+        return int([*joined, usual][0])
 
     def _inputs_of(self, forward: Callable[..., Any], keys: list[str]) -> dict[str, str]:
         """By the name of an input, its data key: those with lengths, and whatever else is in the data under a name of

@@ -13,6 +13,7 @@ from speechbrain.dataio.batch import PaddedBatch
 from speechbrain.dataio.dataset import DynamicItemDataset
 
 from hvdtrain.config.check import did_you_mean
+from hvdtrain.data.formats.loader import SamplerBatches
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
 from hvdtrain.plugins.other_trainer.trainer import overridden
@@ -53,7 +54,7 @@ LOADERS = ("dataloader_opts", "dataloader_options", "loader_kwargs", "dataloader
 """The names of a loader's options among hyperparameters: those of a stage (`train_dataloader_opts`), or of all."""
 
 SERVED = (
-    *("batch_size", "shuffle", "collate_fn"),
+    *("batch_size", "shuffle", "collate_fn", "batch_sampler"),
     *("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context", "generator"),
 )
 """Options of a DataLoader that hvdtrain serves, or that change no batch."""
@@ -204,16 +205,12 @@ def _data(maker: Maker, hparams: Mapping[str, Any], task: str) -> dict[str, Any]
     if make is None:
         return {}
     datasets = make(dict(hparams))
+    samplers: dict[str, Any] = {}
     if not isinstance(datasets, Mapping):
         several = list(datasets)
-        for other in several[len(STAGES) :]:
-            if isinstance(other, torch.utils.data.Sampler):
-                raise ConfigError.of(
-                    "unsupported",
-                    f"{KEY}.datasets: expected {', '.join(STAGES)}, got a {type(other).__name__}, too (give train in the config, "
-                    "with lengths, batch_size and seq_ordering, in place of batches by a sampler)",
-                )
-        datasets = dict(zip(STAGES, several, strict=False))
+        batches = [each for each in several if isinstance(each, torch.utils.data.Sampler)]  # as recipes return them: train, valid
+        samplers = dict(zip(STAGES, batches, strict=False))
+        datasets = dict(zip(STAGES, (each for each in several if not isinstance(each, torch.utils.data.Sampler)), strict=False))
     found: dict[str, Any] = {}
     for stage, dataset in datasets.items():
         if stage not in STAGES:
@@ -226,8 +223,13 @@ def _data(maker: Maker, hparams: Mapping[str, Any], task: str) -> dict[str, Any]
         found[key] = {"class": partial(same, dataset), "collate": options.get("collate_fn") or usual}
         if stage == "train":
             found[key]["seq_ordering"] = Order(maker.first_made, dataset) if options.get("shuffle") else "default"
+        sampler = options.get("batch_sampler") or samplers.get(stage)
+        if sampler is not None:
+            found[key]["seq_ordering"] = SamplerBatches(f"{KEY}, {stage}", Numberless(sampler), len(dataset))
+            continue
         size = options.get("batch_size", hparams.get("batch_size", 1))
-        found |= {"max_seqs": size} if stage == "train" else {"max_seqs_dev": size} if stage == "valid" else {}
+        limit = {"train": "max_seqs_train" if "valid" in samplers else "max_seqs", "valid": "max_seqs_dev"}.get(stage)
+        found |= {} if limit is None else {limit: size}
     return found
 
 
@@ -248,6 +250,16 @@ def _options(hparams: Mapping[str, Any], stage: str) -> dict[str, Any]:
         if option not in SERVED and value not in (None, False):
             raise ConfigError.of("unsupported", f"{KEY}: expected batches by batch_size or max_seqs, got {option} in {name}")
     return options
+
+
+class Numberless:
+    """A sampler whose `set_epoch` is not called: SpeechBrain calls it on several processes only."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        return iter(self.sampler)
 
 
 class Order:

@@ -13,9 +13,10 @@ from speechbrain import Brain, Stage
 import hvdtrain
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
+from hvdtrain.learner.torch.trees import without_numpy
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer, overridden
 from hvdtrain.plugins.speechbrain.states import own_states, restore, states_of
-from hvdtrain.plugins.speechbrain.statistics import Statistics
+from hvdtrain.plugins.speechbrain.statistics import Statistics, readable
 from hvdtrain.runtime import log
 
 
@@ -37,6 +38,7 @@ class Stages(OtherTrainer):
         self._stage: Stage | None = None
         self._stage_epoch: int | None = None
         self._statistics = Statistics()
+        self._average = 0.0  # with which the next epoch begins: one that is resumed had steps before
 
     @property
     def brain(self) -> Any:
@@ -58,6 +60,8 @@ class Stages(OtherTrainer):
         if self._counter is not None:
             self._counter.current = training.epoch
         self._begin(Stage.TRAIN, training.epoch)
+        self.brain.step = training.epoch_step
+        self.brain.avg_train_loss, self._average = self._average, 0.0
         self._maker.sums.is_training = True
 
     def on_idle_step(self, _: Any) -> None:
@@ -122,6 +126,8 @@ class Stages(OtherTrainer):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         self.brain.optimizer_step = state.get("optimizer_step", 0)
+        self._statistics.resume(state.get("statistics", []))
+        self._average = state.get("avg_train_loss", 0.0)
         restore(self.brain, state["recoverables"])
 
     def train(self, batch: Any) -> None:
@@ -170,4 +176,8 @@ class Stages(OtherTrainer):
 
     def _state(self) -> dict[str, Any]:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return {"rates": rates, "optimizer_step": self.brain.optimizer_step, "recoverables": states_of(self.brain)}
+        found = {"rates": rates, "optimizer_step": self.brain.optimizer_step, "recoverables": states_of(self.brain)}
+        if self._stage is Stage.TRAIN and self.training is not None:
+            found["statistics"] = readable(without_numpy(self._statistics.collected(self.brain)))
+            found["avg_train_loss"] = float(self.brain.avg_train_loss)
+        return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
+from io import BytesIO
+from pickle import PicklingError, UnpicklingError
 from typing import Any
 
 import numpy
@@ -24,6 +26,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self._begun: dict[int, Parts] = {}  # by statistic that was there before the stage, how much it had collected
+        self._resumed: list[dict[str, Parts]] = []  # what `collected` returned
         self._earlier: list[Any] = []
         self._sums: dict[str, Any] = {}  # attributes that the hook at the beginning has set, and that may count batches
         self._has_warned = False
@@ -41,6 +44,19 @@ class Statistics:
             for name, value in vars(brain).items()
             if _may_be_sum(name, value) and value is not before.get(name)
         }
+        resumed, self._resumed = self._resumed, []
+        for name, statistic in self._all(brain) if hvdtrain.rank() == 0 else ():
+            if several := [of_rank[name] for of_rank in resumed if name in of_rank]:
+                _merge(statistic, self._begun.get(id(statistic), {}), several)
+
+    def collected(self, brain: Any) -> list[dict[str, Parts]]:
+        """Collective. What each rank has collected in this stage, by name."""
+        found = {name: new_parts(one, self._begun.get(id(one), {})) for name, one in sorted(self._all(brain))}
+        return hvdtrain.all_gather(found, name="speechbrain.statistics")
+
+    def resume(self, by_rank: list[dict[str, Parts]]) -> None:
+        """Let the next stage that begins go on with what `collected` returned."""
+        self._resumed = by_rank
 
     def gather(self, brain: Any) -> dict[str, float]:
         """Collective. Let each statistic have what all ranks collected; returns their summaries by name.
@@ -50,8 +66,7 @@ class Statistics:
         self._warn_of_sums(brain)
         statistics = dict(self._all(brain))
         begun = {name: self._begun.get(id(statistic), {}) for name, statistic in statistics.items()}
-        collected = {name: new_parts(statistic, begun[name]) for name, statistic in sorted(statistics.items())}
-        by_rank = hvdtrain.all_gather(collected, name="speechbrain.statistics")
+        by_rank = self.collected(brain)
         summaries: dict[str, float] = {}
         for name, statistic in statistics.items():
             several = [of_rank[name] for of_rank in by_rank if name in of_rank]
@@ -114,6 +129,19 @@ def parts_of(statistic: Any) -> Parts:
 def sizes_of(statistic: Any) -> Parts:
     """By part, how much has been collected."""
     return {name: len(part) if isinstance(part, list) else part for name, part in parts_of(statistic).items()}
+
+
+def readable(by_rank: list[dict[str, Parts]]) -> list[dict[str, Parts]]:
+    """Without the statistics that a checkpoint could not be read with."""
+    left_out = set()
+    for name, parts in [entry for of_rank in by_rank for entry in of_rank.items()]:
+        file = BytesIO()
+        try:
+            torch.save(parts, file)
+            torch.load(BytesIO(file.getvalue()), weights_only=True)
+        except (UnpicklingError, PicklingError, AttributeError, TypeError):
+            left_out.add(name)
+    return [{name: parts for name, parts in of_rank.items() if name not in left_out} for of_rank in by_rank]
 
 
 def new_parts(statistic: Any, before: Parts) -> Parts:

@@ -117,6 +117,7 @@ def plain_loop(model: torch.nn.Module, items: Any, padding: int, epochs: int = 2
             torch.nn.utils.clip_grad_norm_(model.parameters(), 5.0)
             optimizer.step()
             if epoch == epochs - 1:
+                weight = len(several) if weight is None else weight
                 total, weights = total + float(loss.detach() * weight), weights + float(weight)
     return total / weights
 
@@ -134,11 +135,33 @@ def keys(make: Any, items: Any) -> dict[str, Any]:
     }
 
 
+class Joined(torch.nn.Module):
+    """As EnhS2T, whose recognizer says what the text is padded with."""
+
+    __module__ = "espnet2.enh.espnet_enh_s2t_model"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enhancer, self.recognizer = torch.nn.Linear(3, 3), Recognizer()
+        self.recognizer.ignore_id = -1  # type: ignore[assignment]
+
+    def forward(self, speech: Any, speech_lengths: Any, **more: Any) -> Any:
+        loss, _, weight = self.recognizer(self.enhancer(speech), speech_lengths, **more)
+        return loss, None, None if weight[0] < 4 else weight
+
+
+def joined() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return Joined()
+
+
+JOINED = {"model": joined, "inputs": {"speech": "data", "text": "classes"}}
 SYNTHESIS = {"model": synthesizer, "int_pad_value": 0}
 
 
 @pytest.mark.parametrize(
-    ("make", "items", "padding"), [(recognizer, Speech, -1), (language_model, Text, 0), (SYNTHESIS, Voices, 0)]
+    ("make", "items", "padding"),
+    [(recognizer, Speech, -1), (JOINED, Speech, -1), (language_model, Text, 0), (SYNTHESIS, Voices, 0)],
 )
 def test_the_weights_are_those_of_a_plain_loop(make: Any, items: Any, padding: int, tmp_path: Path) -> None:
     model = make["model"]() if isinstance(make, dict) else make()

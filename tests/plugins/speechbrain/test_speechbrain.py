@@ -73,8 +73,9 @@ class Recognizer(speechbrain.Brain):  # type: ignore[misc, name-defined]
 
 class EachStep(Recognizer):
     def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
-        assert should_step
-        speechbrain.nnet.schedulers.update_learning_rate(self.optimizer, self.optimizer.param_groups[0]["lr"] * 0.9)
+        assert should_step == (self.step % self.grad_accumulation_factor == 0)
+        if should_step:
+            speechbrain.nnet.schedulers.update_learning_rate(self.optimizer, self.optimizer.param_groups[0]["lr"] * 0.9)
 
     def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
         self.seen = [*getattr(self, "seen", []), (stage.name, epoch, self.wer.summarize("error_rate"), len(self.wer.ids))]
@@ -88,10 +89,6 @@ class Accumulating(EachStep):
             super().on_fit_batch_end(batch, outputs, loss, should_step)
         rounded = round(float(self.avg_train_loss), 4)
         self.seen = [*getattr(self, "seen", []), (self.step, self.optimizer_step, rounded, should_step)]
-
-    def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
-        if stage != speechbrain.Stage.TRAIN:  # whose statistics a resume begins anew
-            super().on_stage_end(stage, stage_loss, epoch)
 
 
 class Several(EachStep):
@@ -123,6 +120,10 @@ class Several(EachStep):
         self.metrics["of_frames"].append(batch.id, batch.sig.lengths)
         self.hparams.multi.append(batch.id, batch.words.lengths)
         return super().compute_objectives(predictions, batch, stage)
+
+
+class SeveralAccumulating(Several):
+    RUN_OPTS = {"max_grad_norm": 0.5, "grad_accumulation_factor": 3}
 
 
 def sentences(size: int) -> Any:
@@ -158,7 +159,7 @@ def fitted(folder: Path, kind: type) -> Any:
     return brain, start
 
 
-@pytest.mark.parametrize("kind", [Recognizer, EachStep, Accumulating, Several])
+@pytest.mark.parametrize("kind", [Recognizer, EachStep, Accumulating, Several, SeveralAccumulating])
 def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path: Path) -> None:
     brain, start = fitted(tmp_path, kind)
     made: list[Any] = []
@@ -174,7 +175,12 @@ def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path:
     assert [str(entry) for entry in made[-1].seen] == [str(entry) for entry in brain.seen]
     assert made[-1].optimizer.param_groups[0]["lr"] == brain.optimizer.param_groups[0]["lr"] != 0.05
     assert result.scores["dev_loss_wer"] == brain.seen[-1][2]
-    check_resume(lambda: keys(tmp_path, kind), tmp_path, 4, found)
+    for step in (3, 4):  # after the last batch of an epoch, and within the next one
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        check_resume(lambda folder=folder: keys(folder, Keeps), folder, step, found)  # type: ignore[misc]
+        seen = made[-1].seen
+        assert [str(entry) for entry in seen] == [str(entry) for entry in brain.seen[-len(seen) :]]
 
 
 def test_the_epoch_counter_may_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -261,10 +267,33 @@ def test_a_module_with_a_state_of_its_own_is_resumed(tmp_path: Path) -> None:
         hvdtrain.evaluate(given(), checkpoint=2, model=str(tmp_path / "model"), num_threads=1)
 
 
-def dynamic(hparams: Any) -> Any:
-    lengths = dict.fromkeys(range(12), 3)
-    sampler = speechbrain.dataio.sampler.DynamicBatchSampler(sentences(12), 40, 2, length_func=lengths.get, lengths_list=[3] * 12)
-    return sentences(12), sentences(8), sentences(2), sampler
+def test_batches_of_a_sampler_are_those_of_fit(tmp_path: Path) -> None:
+    """As a recipe returns them, after its datasets; on one process, SpeechBrain does not tell it the epoch."""
+
+    def samplers(random: str) -> list[Any]:
+        return [
+            speechbrain.dataio.sampler.DynamicBatchSampler(
+                sentences(size), 60, 3, lengths_list=[9 + 3 * (number % 4) for number in range(size)], batch_ordering=random
+            )
+            for size in (12, 8)
+        ]
+
+    hparams = hyperpyyaml.load_hyperpyyaml(HPARAMS, {"save": str(tmp_path / "theirs")})
+    brain = Several(hparams["modules"], hparams["opt_class"], hparams, options(Several), hparams["checkpointer"])
+    start = state_of(brain.modules)
+    train_batches, valid_batches = samplers("random")
+    assert len({len(batch) for batch in train_batches._batches}) > 1
+    brain.fit(
+        hparams["epoch_counter"],
+        *(sentences(12), sentences(8), False),
+        *({"batch_sampler": train_batches}, {"batch_sampler": valid_batches}),
+    )
+    given = keys(
+        tmp_path, Several, datasets=lambda _: (sentences(12), sentences(8), {"clean": sentences(2)}, *samplers("random"))
+    )
+    found = train(given, tmp_path / "model")
+    assert difference(found, state_of(brain.modules), start) < 1e-6
+    check_resume(lambda: given, tmp_path, 3, found)
 
 
 def renamed() -> dict[str, Any]:
@@ -282,7 +311,6 @@ class OwnLoop(Recognizer):
         ({"run_opts": {"jit": True, "device": "cpu"}}, "expected the key torch_compile, got jit = True"),
         ({"hparam": 1}, "expected a function, or a dict of .*, got 'hparam'"),
         ({"hparams": {}}, "expected a hyperpyyaml file, or a function that makes them, got {}"),
-        ({"datasets": dynamic}, "expected train, valid, test, got a DynamicBatchSampler, too"),
         ({"hparams": renamed}, "expected the options of loaders as train_dataloader_opts, or dataloader_options, got my_loader"),
         ({"datasets": lambda hparams: {"validation": sentences(2)}}, "expected train, valid, test, got 'validation'"),
     ],

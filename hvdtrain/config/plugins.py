@@ -163,7 +163,7 @@ class Registry(Mapping[str, T]):
 NAMES: Registry[Any] = Registry("names")
 """What programs import from hvdtrain: `hvdtrain.train` and so on."""
 
-JOINED = ("callbacks", "epoch_scores")
+JOINED = ("callbacks", "epoch_scores", "higher_is_better")
 """Keys with values of which there may be several: the plug-in's come first."""
 
 

@@ -55,12 +55,13 @@ COUNTED = {
         self.log("mean", self.mean.compute())
 """
     ),
-    "        self.accuracy(scores, classes)\n": "        self.accuracy(scores, classes)\n        self.mean.update(scores)\n",
+    "        self.accuracy(scores, classes)\n": "        self.accuracy(scores, classes)\n        self.mean.update(scores)\n"
+    "        self.num_trained.update(torch.ones(len(scores)))\n",
     "import torch\n": "import torch\nimport torchmetrics\n",
     "lightning_module =": 'lightning_trainer = {"val_check_interval": 3, "max_epochs": 2}\nlightning_module =',
     "self.loader(400": "self.loader(37",
 }
-"""Metrics that hooks update, reset and compute, with evaluations within an epoch, and a rank alone in its last step."""
+"""Metrics that hooks update, reset and compute, one of them in training and in validation, with evaluations within an epoch, and a rank alone in its last step."""
 
 CHANGES = {"speechbrain_normalized": NORMALIZED, "speechbrain_global": GLOBAL, "lightning_counted": COUNTED}
 SCORES = {

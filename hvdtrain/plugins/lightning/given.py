@@ -132,16 +132,24 @@ class Given:
             log.info(f"lightning_callbacks: {kinds[0]} is left out: {remark}")
         return remark is None
 
+    @property
+    def monitors(self) -> list[str]:
+        """The names of the values of epochs by which ModelCheckpoints of the config choose."""
+        return [one.monitor for one in self._savers]
+
+    @property
+    def _savers(self) -> list[Any]:
+        savers = [one for one in self._given_callbacks if getattr(one, "monitor", None) and hasattr(one, "best_model_score")]
+        return [one for one in savers if one.monitor not in ("step", "epoch") and not one.monitor.endswith("_step")]
+
     def best(self, num_val: int) -> dict[str, Any]:
-        """The keys that choose the best epoch as a ModelCheckpoint of the config does."""
-        kept = [one for one in self._given_callbacks if getattr(one, "monitor", None) and hasattr(one, "best_model_score")]
-        if not kept or kept[0].monitor in ("step", "epoch") or kept[0].monitor.endswith("_step"):
-            return {}  # by none, or by what is no score of an epoch
-        name, _, place = kept[0].monitor.partition("/dataloader_idx_")
-        names = list(dict.fromkeys([own_name(name), name.removesuffix("_epoch")]))  # the latter, if it is logged by step, too
-        datasets = [f"val{place}" if int(place or 0) else "dev", "train"] if num_val else ["train"]
-        higher = {"higher_is_better": names} if kept[0].mode == "max" else {}
-        return {"early_stopping_measure": [f"{dataset}_loss_{name}" for name in names for dataset in datasets], **higher}
+        """The keys that choose the best epoch as the first ModelCheckpoint of the config does."""
+        if not self._savers or self.values.get("early_stopping_measure"):
+            return {}
+        name = own_name(self._savers[0].monitor)
+        datasets = [*(f"val{place}" if place else "dev" for place in range(num_val)), "train"]
+        higher = {"higher_is_better": [name]} if self._savers[0].mode == "max" else {}
+        return {"early_stopping_measure": [f"{dataset}_loss_{name}" for dataset in datasets], **higher}
 
     def overrides(self, name: str, one: Any) -> bool:
         """Whether an object overrides a method of Lightning's."""

@@ -24,8 +24,10 @@ from hvdtrain.plugins.lightning.given import Given
 from hvdtrain.plugins.lightning.hooks import Hooks
 from hvdtrain.plugins.lightning.loaders import Loaders, accumulated, place_of
 from hvdtrain.plugins.lightning.logged import Logged
+from hvdtrain.plugins.lightning.metrics import is_metric
 from hvdtrain.plugins.lightning.schedules import Once, Schedules
 from hvdtrain.plugins.lightning.trainer import Trainer
+from hvdtrain.plugins.other_trainer.attributes import Attributes
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 
 CLIPPING = "configure_gradient_clipping"
@@ -74,7 +76,8 @@ class Job(OtherTrainer):
         self._begins_update = True
         self._skips = False
         self._is_within_epoch = False
-        self._resumed: Any = None  # the modes that a resumed epoch begins with
+        self._attributes: Attributes | None = None  # of the objects, when the first epoch began
+        self._resumed: Any = None  # the modes, and the attributes of all ranks, that a resumed epoch begins with
 
     @property
     def module(self) -> Any:
@@ -96,7 +99,8 @@ class Job(OtherTrainer):
         """What the module logs, from here on."""
         module = self.module
         validator = self.given.of_lightning("trainer.connectors.logger_connector.fx_validator")._FxValidator
-        logged = Logged(module, validator.check_logging_and_get_default_levels, self.trainer.callback_metrics)
+        defaults = validator.check_logging_and_get_default_levels
+        logged = Logged(module, defaults, self.trainer.callback_metrics, self.given.monitors)
 
         def log(*args: Any, **kwargs: Any) -> None:  # a function, which copies of the module share
             logged.log(*args, **kwargs)
@@ -167,6 +171,7 @@ class Job(OtherTrainer):
         self._begins_update = False
         # Lightning's hooks see what a batch adds to the gradients of an update, of which each of N batches is 1/N.
         share = loss if self.accumulated == 1 else loss / self.accumulated
+        self.schedules.loss = share.detach()
         if not self._skips:
             hooks.call("on_before_backward", share)
         self.mark_mean("loss", loss, size)
@@ -180,6 +185,7 @@ class Job(OtherTrainer):
     def on_idle_step(self, training: Any) -> None:
         """A rank without a batch ends its last one again, as what a callback averages has to be alike on all ranks. Metrics
         count each batch once."""
+        self.logged.end_batches()
         self._ended = self._repeated
         self._is_idle = True
 
@@ -194,7 +200,7 @@ class Job(OtherTrainer):
         if training.is_last_step:
             self.schedules.step_epoch(training.epoch)
         if ended is not None:
-            with self.logged.without_metrics() if is_idle else nullcontext():
+            with self.logged.metrics.unchanged() if is_idle else nullcontext():
                 self.hooks.call("on_train_batch_end", *ended)
         is_evaluated = self.extent.is_evaluated_after(number, lambda: self.loaders.num_batches, training.step)
         if self._updates:
@@ -224,7 +230,7 @@ class Job(OtherTrainer):
         index = self._indices[dataset] = self._indices.get(dataset, -1) + 1
         batch = self.hooks.transferred(batch, place)
         size = self.num_items
-        self.logged.begin_step(size, f"/dataloader_idx_{place}" if several else "")
+        self.logged.begin_step(size, place, f"/dataloader_idx_{place}" if several else "")
         # Lightning's defaults for dataloader_idx are 0, so that it is given only where there are several
         given = (place,) if several else ()
         self.hooks.call(f"on_{stage}_batch_start", batch, index, *given)
@@ -280,21 +286,20 @@ class Job(OtherTrainer):
         self.hooks.begin_evaluation(stage)
         self.hooks.call(f"on_{stage}_start")
         self.hooks.call(f"on_{stage}_epoch_start")
+        self.logged.metrics.end_hooks()
 
     def of_ranks(self, dataset: str, means: Mapping[str, float]) -> dict[str, float]:
         """Collective, after the last step of a dataset. Returns the scores that are no means, by name."""
         if dataset == "train":
-            self.logged.gather_metrics()
-            self.logged.take_means(means)
+            self.logged.take_errors(means)
             self.schedules.step_epoch(self.trainer.current_epoch + 1)  # of an epoch that ended early
             return {}
         self._begin_evaluation(dataset)
         stage, place, number = self.stage, place_of(dataset), self.loaders.num_val
-        self.logged.take_means(means, f"/dataloader_idx_{place}" if number > 1 and stage == "validation" else "")
+        self.logged.take_errors(means, place)
         if dataset != "eval" and place < number - 1:
             return {}
-        self.logged.gather_metrics()
-        self.logged.show()
+        self.logged.gather()
         self.hooks.call(f"on_{stage}_epoch_end")
         scores: dict[str, float] = self.logged.take_scores()
         self.hooks.call(f"on_{stage}_end")
@@ -319,19 +324,24 @@ class Job(OtherTrainer):
         self.batch_idx = -1
         self._updates = False
         self._begins_update = True
+        if self._attributes is None:
+            self._attributes = Attributes(self._objects())
         if self._resumed is not None:
-            self.hooks.load(self._resumed)
+            modes, attributes = self._resumed
+            self.hooks.load(modes)
+            self._attributes.load(attributes, hvdtrain.rank(), hvdtrain.size())
             self._resumed = None
         if self._is_within_epoch:
             return
         self._is_within_epoch = True
         if not training.epoch_step:
             self.hooks.call("on_train_epoch_start")
+            self.logged.metrics.end_hooks()
         elif training.epoch_step >= self.loaders.num_batches:  # of a .ckpt, after all batches
             self.schedules.epoch = training.epoch
 
     def on_epoch_end(self, training: Any) -> None:
-        self.logged.show()
+        self.logged.gather()
         self.hooks.call("on_train_epoch_end")
         for name, value in self.logged.take_scores().items():
             training.add_score(name, value)
@@ -357,11 +367,27 @@ class Job(OtherTrainer):
             if training.rank == 0 and hasattr(logger, "finalize"):
                 logger.finalize("success")
 
+    def _objects(self) -> dict[str, Any]:
+        """Whose attributes go on in a resumed training: modules, data, and callbacks that do not see to it themselves."""
+        given = self.given
+        items = self.loaders.items
+        objects = {f"module {name}": one for name, one in given.module.named_modules() if not is_metric(one)}
+        objects |= {"datamodule": given.datamodule, "items": items, "items inside": getattr(items, "dataset", None)}
+        objects |= {
+            f"callback {number}": one for number, one in enumerate(given.callbacks) if not given.overrides("state_dict", one)
+        }
+        return {name: one for name, one in objects.items() if hasattr(one, "__dict__")}
+
     # Checkpoints
 
     def on_save(self, training: Any) -> None:
-        if self.given.values.get("save_ckpt") and training.rank == 0:
-            write_ckpt(Path(training.checkpoint).with_suffix(".ckpt"), self.given, self.trainer, training.finished_epoch)
+        if self.given.values.get("save_ckpt"):
+            self.save_ckpt(Path(training.checkpoint).with_suffix(".ckpt"))
+
+    def save_ckpt(self, file: Any, *_: Any) -> None:
+        """As the Trainer's `save_checkpoint`."""
+        if hvdtrain.rank() == 0:
+            write_ckpt(Path(file), self.given, self.trainer, self.training.finished_epoch)
 
     def read(self, path: Path) -> dict[str, Any] | None:
         """As the key checkpoint_reader. Raises: CheckpointError."""
@@ -381,6 +407,7 @@ class Job(OtherTrainer):
             "global_step": self.trainer.global_step,
             "is_within_epoch": self._is_within_epoch,
             "modes": self.hooks.state(),
+            "attributes": hvdtrain.all_gather({} if self._attributes is None else self._attributes.changed()),
             "callback_metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "logged": self.logged.state(),
             "hooks": hooks,
@@ -390,7 +417,7 @@ class Job(OtherTrainer):
         self.schedules.load(state["schedules"])
         self.trainer.global_step = state["global_step"]
         self._is_within_epoch = state["is_within_epoch"]
-        self._resumed = state["modes"]
+        self._resumed = state["modes"], state["attributes"]
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state["callback_metrics"].items()})
         self.logged.load(state["logged"])
         load_hooks(self.given, self.trainer, {**state["hooks"], "state_dict": self.module.state_dict()})

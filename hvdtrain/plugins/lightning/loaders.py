@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -95,6 +95,16 @@ class Loaders:
             self._loaders[kind] = loaders
         return self._loaders[kind]
 
+    def seen(self, kind: str) -> list[Any]:
+        """The loaders as `self.trainer` has them, whose length is that of the rank's part of the data."""
+        numbers = [self._number(kind, place) if is_loader(loader) else len(loader) for place, loader in enumerate(self.of(kind))]
+        return [one if len(one) == number else OfRank(one, number) for one, number in zip(self.of(kind), numbers, strict=True)]
+
+    @property
+    def items(self) -> Any:
+        """The dataset of the loader for training; None: there is no such loader."""
+        return None if self._values.get("train") is not None else getattr(self.of("train")[0], "dataset", None)
+
     def data(self, kind: str, place: int = 0) -> Any:
         """What hvdtrain reads of one of them: the items of a DataLoader. Raises: ConfigError, if none can be planned."""
         loader = self.of(kind)[place]
@@ -137,6 +147,23 @@ class Loaders:
         size = (values.get("max_seqs_dev") if kind != "train" else None) or values.get("max_seqs") or loader.batch_size
         number = -(-len(loader.dataset) // size) if size else len(loader)
         return int(-(-number // hvdtrain.size()))
+
+
+class OfRank:
+    """A loader with another length."""
+
+    def __init__(self, loader: Any, length: int) -> None:
+        self._loader = loader
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def accumulated(values: Mapping[str, Any]) -> int:

@@ -22,6 +22,7 @@ class Schedules:
         optimizer: None until it is made.
         configs: Lightning's `LRSchedulerConfig`s.
         rates: of the optimizer's groups, as the schedulers have set them.
+        loss: the last one that training_step returned on this rank, which an optimizer's closure returns.
         epoch: the last one in which the schedulers of epochs have set the rates.
         after_evaluation: the batch for which schedulers that look at a value wait for the evaluation; 0: none.
     """
@@ -32,6 +33,7 @@ class Schedules:
         self.optimizer: Any = None
         self.configs: list[Any] = []
         self.rates: list[float] = []
+        self.loss: Any = None
         self.epoch = self.after_evaluation = 0
 
     def make(self, configured: Any, parameters: Any, batch_idx: Callable[[], int], changes: bool) -> Any:
@@ -73,7 +75,7 @@ class Schedules:
     def _step_of_module(self, step: Callable[[], Any], batch_idx: Callable[[], int]) -> None:
         """In place of the optimizer's own step: let the module take it, which may set rates before and after it."""
         self._set_rates()
-        once = Once(self.optimizer, step, self.note_rates)
+        once = Once(self.optimizer, step, self.note_rates, self.loss)
         self._given.module.optimizer_step(self._trainer.current_epoch, batch_idx(), once, once.closure)
         if once.is_left:
             raise ConfigError.of(
@@ -137,10 +139,10 @@ class Schedules:
         for config, kept in zip(self.configs, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(kept)
         for name, scheduler in self._of_module().items():
-            if name in state.get("of_module", {}):
+            if name in state["of_module"]:
                 scheduler.load_state_dict(state["of_module"][name])
         self.rates, self.epoch = list(state["rates"]), state["epoch"]
-        self.after_evaluation = state.get("after_evaluation", 0)
+        self.after_evaluation = state["after_evaluation"]
         self._set_rates()
 
 
@@ -148,20 +150,24 @@ class Once:
     """The optimizer as the module's `optimizer_step` and `optimizer_zero_grad` see it: its step is taken once, as the gradients
     are those of all ranks already."""
 
-    def __init__(self, optimizer: Any, step: Callable[[], Any], before: Callable[[], None]) -> None:
-        self.optimizer, self._step, self._before = optimizer, step, before
+    def __init__(self, optimizer: Any, step: Callable[[], Any], before: Callable[[], None], loss: Any = None) -> None:
+        self.optimizer = optimizer
+        self._step = step
+        self._before = before
+        self._loss = loss
         self.is_left = True
 
-    def closure(self) -> None:
+    def closure(self) -> Any:
         """The loss and its gradients are computed."""
+        return self._loss
 
-    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> None:
-        if closure is not None:
-            closure()
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        loss = None if closure is None else closure()
         if self.is_left:
             self._before()
             self._step()
         self.is_left = False
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """hvdtrain drops the gradients after each update. Raises: ConfigError, if zeros are wanted in their place."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,18 +47,41 @@ def gather(data: torch.Tensor, group: Any = None, sync_grads: bool = False) -> t
     return torch.stack(hvdtrain.all_gather(data.detach().cpu(), name="lightning_all_gather")).to(data.device)
 
 
-def strategy(job: Any) -> SimpleNamespace:
-    """What callbacks and the module's own methods use of a strategy."""
-    return SimpleNamespace(
+class Part:
+    """A part of the Trainer's, with what modules and callbacks use of it.
+
+    Args:
+        name: what error messages call it.
+    """
+
+    def __init__(self, name: str, **attributes: Any) -> None:
+        vars(self).update(attributes, _name=name)
+
+    def __getattr__(self, name: str) -> Any:
+        raise refused(self._name, name, ADVICE)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise refused(self._name, f"{name} = {value!r:.60}", ADVICE)
+
+
+def strategy(job: Any) -> Part:
+    return Part(
+        "self.trainer.strategy",
         root_device=job.module.device,
-        model=job.module,
+        **dict.fromkeys(("model", "lightning_module"), job.module),
         is_global_zero=hvdtrain.rank() == 0,
         _lightning_optimizers=job.optimizers,
         all_gather=gather,
-        barrier=lambda *_: hvdtrain.all_gather(None),
+        barrier=lambda *_: hvdtrain.all_gather(None) and None,
         broadcast=lambda value, src=0: hvdtrain.all_gather(value)[src],
         reduce_boolean_decision=lambda value, all=True: (min if all else max)(hvdtrain.all_gather(bool(value))),
     )
+
+
+def state(job: Any) -> Part:
+    stage = "validate" if job.stage == "validation" else job.stage
+    function = "fit" if job.training is not None else stage
+    return Part("self.trainer.state", fn=function, stage=stage, status="running")
 
 
 def loggers(job: Any) -> list[Any]:
@@ -91,6 +113,8 @@ def stoppers(job: Any) -> list[Any]:
     return [one for one in job.given.callbacks if stops_early(one)]
 
 
+ADVICE = "docs/lightning.md lists what there is"
+
 PRECISION = {None: "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
 
 READ: dict[str, Callable[[Any], Any]] = {
@@ -115,9 +139,9 @@ READ: dict[str, Callable[[Any], Any]] = {
     "num_training_batches": lambda job: job.loaders.num_batches,
     "num_val_batches": lambda job: [job.loaders.limited("val", place) for place in range(job.loaders.num_val)],
     "is_last_batch": lambda job: job.batch_idx + 1 >= job.loaders.of_epoch(epoch=job.trainer.current_epoch + 1),
-    "train_dataloader": lambda job: job.loaders.of("train")[0],
-    "val_dataloaders": lambda job: only(job.loaders.of("val")),
-    "test_dataloaders": lambda job: only(job.loaders.of("test")),
+    "train_dataloader": lambda job: job.loaders.seen("train")[0],
+    "val_dataloaders": lambda job: only(job.loaders.seen("val")),
+    "test_dataloaders": lambda job: only(job.loaders.seen("test")),
     "datamodule": lambda job: job.given.datamodule,
     **dict.fromkeys(("lightning_module", "model"), lambda job: job.module),
     "callbacks": lambda job: job.given.callbacks,
@@ -126,6 +150,10 @@ READ: dict[str, Callable[[Any], Any]] = {
     "optimizers": lambda job: job.optimizers,
     "lr_scheduler_configs": lambda job: job.schedules.configs,
     "strategy": strategy,
+    "state": state,
+    "print": lambda job: job.module.print,
+    "save_checkpoint": lambda job: job.save_ckpt,
+    "enable_validation": lambda job: job.loaders.num_val > 0,
     "profiler": lambda job: job.given.of_lightning("profilers").PassThroughProfiler(),
     "loggers": loggers,
     "logger": lambda job: next(iter(loggers(job)), None),
@@ -156,12 +184,13 @@ class Trainer:
         self._job = job
         self.callback_metrics: dict[str, Any] = {}
         self.current_epoch = self.global_step = 0
-        self.state = SimpleNamespace(fn="fit")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "should_stop":
             self._job.stops = value
             self._job.stop_if_due()
+        elif name in READ or name in DEFAULTS:
+            raise refused("self.trainer", f"{name} = {value!r:.60}", ADVICE)
         else:
             super().__setattr__(name, value)
 
@@ -171,11 +200,11 @@ class Trainer:
         if name in DEFAULTS:
             value = self._job.arguments.get(name)
             return DEFAULTS[name] if value is None else value
-        raise refused("self.trainer", name, "docs/lightning.md lists what there is")
+        raise refused("self.trainer", name, ADVICE)
 
 
 def refused(what: str, name: str, advice: str) -> Refused:
-    """The error about an attribute that there is not."""
+    """The error about an attribute that there is not, or that cannot be set."""
     return Refused(
         [Problem.of("unsupported", f"{what}: expected what hvdtrain has of Lightning's Trainer, got {name!r} ({advice})")]
     )

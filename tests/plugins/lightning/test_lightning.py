@@ -9,6 +9,7 @@ from inside import run_inside
 from lightning_modules import Net, fit
 from other_trainers import check_resume, difference, state_of, train
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
@@ -181,6 +182,7 @@ class Warming(Net):
         self.strict_loading = False
         self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
         self.seen: list[list[str]] = []
+        self.errors = torch.nn.ModuleList([MeanSquaredError(), MeanSquaredError()])
 
     def state_dict(self, *args: Any, **more: Any) -> Any:
         return {name: value for name, value in super().state_dict(*args, **more).items() if "frozen" not in name}
@@ -204,8 +206,10 @@ class Warming(Net):
         self.log("begun", 1.0)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-        loss, _, _ = self.losses(batch)
-        self.log("val_loss", loss)
+        loss, found, wanted = self.losses(batch)
+        self.errors[dataloader_idx].update(found, wanted)
+        self.log_dict({"val_loss": loss, "error": self.errors[dataloader_idx]})
+        self.log("most", found.max(), reduce_fx="max")
         self.log(f"own_{dataloader_idx}", loss, add_dataloader_idx=False)
 
     def on_validation_epoch_end(self) -> None:
@@ -294,6 +298,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         def on_train_start(self) -> None:
             self.trainer.fit_loop.run()
 
+    class Setting(demos.BoringModel):
+        def on_train_start(self) -> None:
+            self.trainer.optimizers = []
+
     class Evaluating(demos.BoringModel):
         def on_validation_model_eval(self) -> None: ...
 
@@ -305,6 +313,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         demos.ManualOptimBoringModel: "expected automatic optimization",
         Stepping: "optimizer_step: expected one call of optimizer.step in each update, got none",
         Asking: "self.trainer: expected .* got 'fit_loop'",
+        Setting: r"self.trainer: expected .* got 'optimizers = \[\]'",
         Evaluating: "on_validation_model_eval: expected the model in evaluation mode after it",
         Several: "expected one optimizer from configure_optimizers, got 2",
         torch.nn.Linear: "expected a LightningModule",

@@ -52,9 +52,9 @@ def _extensions(keys: Mapping[str, Any], comm: Communicator, options: dict[str, 
     from hvdtrain.plugins.compute.extension import extend
     from hvdtrain.plugins.compute.keys import ComputeKeys
     from hvdtrain.plugins.sharded.optimizer import shard
-    from hvdtrain.start_up.job import EXTENSIONS
+    from hvdtrain.start_up.job import LEARNER_EXTENSIONS
 
-    made = [extension for make in EXTENSIONS.values() if (extension := make(Given(keys), comm)) is not None]  # type: ignore[arg-type]
+    made = [extension for make in LEARNER_EXTENSIONS.values() if (extension := make(Given(keys), comm)) is not None]  # type: ignore[arg-type]
     if (sharing := options.pop("sharded", None)) is not None:
         made.append(partial(shard, sharing))
     if (sharing := options.pop("batch_norm", None)) is not None:

@@ -91,7 +91,7 @@ def entries(plugin: Plugin) -> set[str]:
         "commands",
         "templates",
         "names",
-        "extensions",
+        "learner_extensions",
         "storages",
         "tensors",
         "mirrors",

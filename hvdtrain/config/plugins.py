@@ -62,9 +62,9 @@ class Plugin:
             of checkpoints while training goes on, a `BackgroundSaver` (learner/frameworks.py).
         storages: by any name, a `Storage`, which reads data files at URLs.
         mirrors: by any name, a function of a URL that returns a `MirrorProtocol`, where checkpoints are copied to.
-        extensions: by any name, a function of the settings and the communicator, which all ranks call before get_model if PyTorch
-            trains: it returns a function that changes what the learner is built from, an `Assembly` (learner/torch/assembly.py),
-            or None.
+        learner_extensions: by any name, a function of the settings and the communicator, which all ranks call before get_model if
+            PyTorch trains: it returns a function that changes what the learner is built from, an `Assembly`
+            (learner/torch/assembly.py), or None.
         watchdogs: by any name, a function of the settings, the communicator and the purpose of the job, which all ranks call as
             soon as they are connected: it returns a `Watchdog`.
         names: what programs import from hvdtrain, by its name.
@@ -99,7 +99,7 @@ class Plugin:
     savers: Mapping[str, str] = field(default_factory=dict)
     storages: Mapping[str, str] = field(default_factory=dict)
     mirrors: Mapping[str, str] = field(default_factory=dict)
-    extensions: Mapping[str, str] = field(default_factory=dict)
+    learner_extensions: Mapping[str, str] = field(default_factory=dict)
     watchdogs: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)

@@ -38,13 +38,13 @@ Feature = Literal[
     "elastic Horovod",
     "short chunks dropped",
     "trees of tensors",
-    "extensions",
+    "learner extensions",
 ]
 """Capabilities of some frameworks that do not correspond to a single key: torch.distributed is also used with `ngpu`; constant
 parameters are entries of `preload_from_files` with init_for_train = 'always'; computed compression means the values of
 `horovod_compression` other than 16-bit types; elastic Horovod is horovodrun with --min-np; short chunks are
-dropped by default, as by RETURNN's engine for the framework; trees of tensors are the batches of `collate`; extensions are
-those of plug-ins. A key of a single framework declares `needs` instead."""
+dropped by default, as by RETURNN's engine for the framework; trees of tensors are the batches of `collate`; learner extensions
+are those of plug-ins. A key of a single framework declares `needs` instead."""
 
 
 NEW = 1, 0

@@ -269,7 +269,7 @@ def _lock(prefix: Path, stack: ExitStack) -> None:
 WATCHDOGS: Registry[Callable[[Settings, Communicator, Purpose], Watchdog]] = Registry("watchdogs")
 """Those of plug-ins; the last one is used."""
 
-EXTENSIONS: Registry[Callable[[Settings, Communicator], Extend | None]] = Registry("extensions")
+LEARNER_EXTENSIONS: Registry[Callable[[Settings, Communicator], Extend | None]] = Registry("learner_extensions")
 """Those of plug-ins, which all ranks call before get_model."""
 
 
@@ -349,13 +349,13 @@ def build_learner(
         model_format=settings.saving.checkpoint_format or framework.suffix,
         saver=writer,
         position=position,
-        extensions=_extensions(settings, comm) if "extensions" in framework.features else (),
+        extensions=_learner_extensions(settings, comm) if "learner extensions" in framework.features else (),
     )
     return framework.build(settings.learner, gradient_exchange, options)
 
 
-def _extensions(settings: Settings, comm: Communicator) -> list[Extend]:
-    made = [extension(settings, comm) for extension in EXTENSIONS.values()]
+def _learner_extensions(settings: Settings, comm: Communicator) -> list[Extend]:
+    made = [extension(settings, comm) for extension in LEARNER_EXTENSIONS.values()]
     return [extend for extend in made if extend is not None]
 
 

@@ -897,7 +897,7 @@ def test_help_names_what_is_similar() -> None:
     with pytest.raises(LaunchError, match=r"none of them \(did you mean horovod_param_group\?\)$"):
         explanation("param_group")
     with pytest.raises(
-        LaunchError, match=r"did you mean sync_batch_norm or .* or .* or \w+\?, and \d+ more have it in their names\)"
+        LaunchError, match=r"did you mean horovod_param_sync_step or .* or .* or \w+\?, and \d+ more have it in their names\)"
     ):
         explanation("sync")
     with pytest.raises(LaunchError, match=r"descriptions of these keys have it: .*horovod_reduce_type"):

@@ -1,4 +1,4 @@
-"""What the learner for PyTorch is built from, and what plug-ins may add to it (the table `extensions`)."""
+"""What the learner for PyTorch is built from, and what plug-ins may add to it (the table `learner_extensions`)."""
 
 from __future__ import annotations
 

@@ -2,4 +2,6 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(extensions={"compute": f"{__name__}.extension:computed_as"}, keys={"compute": f"{__name__}.keys:ComputeKeys"})
+PLUGIN = Plugin(
+    learner_extensions={"compute": f"{__name__}.extension:computed_as"}, keys={"compute": f"{__name__}.keys:ComputeKeys"}
+)

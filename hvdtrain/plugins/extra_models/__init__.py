@@ -3,5 +3,6 @@
 from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
-    extensions={"extra_models": f"{__name__}.models:with_extra_models"}, keys={"extra_models": f"{__name__}.keys:ExtraModelKeys"}
+    learner_extensions={"extra_models": f"{__name__}.models:with_extra_models"},
+    keys={"extra_models": f"{__name__}.keys:ExtraModelKeys"},
 )

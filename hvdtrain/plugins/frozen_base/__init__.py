@@ -3,5 +3,6 @@
 from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
-    extensions={"frozen_base": f"{__name__}.parameters:with_base"}, keys={"frozen_base": f"{__name__}.keys:FrozenBaseKeys"}
+    learner_extensions={"frozen_base": f"{__name__}.parameters:with_base"},
+    keys={"frozen_base": f"{__name__}.keys:FrozenBaseKeys"},
 )

@@ -2,4 +2,4 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(extensions={"torchmetrics": f"{__name__}.summed:with_metrics"})
+PLUGIN = Plugin(learner_extensions={"torchmetrics": f"{__name__}.summed:with_metrics"})

@@ -2,4 +2,4 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(extensions={"optimizer_modes": f"{__name__}.weights:with_modes"})
+PLUGIN = Plugin(learner_extensions={"optimizer_modes": f"{__name__}.weights:with_modes"})

@@ -2,4 +2,4 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(extensions={"several_optimizers": f"{__name__}.optimizers:with_several"})
+PLUGIN = Plugin(learner_extensions={"several_optimizers": f"{__name__}.optimizers:with_several"})

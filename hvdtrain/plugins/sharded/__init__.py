@@ -2,4 +2,6 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(extensions={"sharded": f"{__name__}.optimizer:sharded_over"}, keys={"sharded": f"{__name__}.keys:ShardingKeys"})
+PLUGIN = Plugin(
+    learner_extensions={"sharded": f"{__name__}.optimizer:sharded_over"}, keys={"sharded": f"{__name__}.keys:ShardingKeys"}
+)

@@ -174,8 +174,8 @@ def forward(
         )
         account.check("forward", [used for *_, used in gathered])
         spools = [(path, places) for path, places, *_ in gathered]
-        if (warning := _left_out(feed, [index for _, places in spools for index, _ in places])) is not None:
-            log.warning(warning)
+        if (left_out := _left_out(feed, [index for _, places in spools for index, _ in places])) is not None:
+            log.warning(left_out)
         total = sum(len(places) for _, places in spools)
         done = 0
         with closing(_hand_on(feed, spools, callback, keys.output_file, writers)) as work:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
-from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.config.writable import writable
+from hvdtrain.errors import Problem, problem
 from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.runtime.terminal import Terminal, terminal_of
 
@@ -184,11 +185,9 @@ def open_log(
             handler = Command(target[1:]) if target != SCREEN else open_screen(keys, environment) if program is None else program
         else:
             path = rank_file(Path(target.replace("$date", time.strftime("%Y-%m-%d-%H-%M-%S"))), rank, size)
-            try:
+            with writable("log", path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 handler = LogFile(path, encoding="utf-8")
-            except OSError as error:
-                raise ConfigError.of("not-writable", f"log: expected a writable file, got {path}: {error.strerror}") from None
         handler.setLevel(LEVELS[verbosity])
         handler.setFormatter(logging.Formatter("%(message)s"))
         LOGGER.addHandler(handler)

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from hvdtrain.disk.atomic import write_atomically
+from hvdtrain.config.writable import writable
+from hvdtrain.disk.atomic import UNFINISHED, write_atomically
 from hvdtrain.errors import DataError
 from hvdtrain.schedule.history import META, EpochRecord
 from hvdtrain.version import __version__
@@ -90,6 +91,9 @@ class LearningRateFile(Generic[R]):
             their checkpoint was written; they are replaced. An existing file's metadata about finished epochs stays.
         meta: returns the metadata to write for an epoch.
         rate: returns the learning rate to write.
+
+    Raises:
+        ConfigError: the file is not writable.
     """
 
     def __init__(
@@ -104,14 +108,20 @@ class LearningRateFile(Generic[R]):
         self._meta_of = meta
         self._rate_of = rate
         self._meta = _read_meta(path)
+        with writable("learning_rate_file", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tried = path.with_name(f"{path.name}{UNFINISHED}")
+            tried.touch()
+            tried.unlink()
 
     def epoch(self, report: R) -> None:
         """Add a finished epoch, and replace the file atomically."""
         self._meta[report.epoch] = {META + name: value for name, value in self._meta_of(report).items()}
         earlier = [record for record in self._records if record.epoch < report.epoch]
         self._records = [*earlier, EpochRecord(report.epoch, self._rate_of(report), dict(report.scores))]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path, as_text(self._records, self._meta))
+        with writable("learning_rate_file", self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, as_text(self._records, self._meta))
 
 
 def as_text(records: Iterable[EpochRecord], meta: Mapping[int, Mapping[str, Any]] = NO_META) -> str:

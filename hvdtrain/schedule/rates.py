@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import copysign, inf, isfinite, isnan
+from math import copysign, inf, isfinite, isnan, nan
 from statistics import fmean
 from typing import Any, Literal
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
-from hvdtrain.errors import Problem, problem
+from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import error_key, minimized_in, wanted_of
 
@@ -213,12 +213,29 @@ def _must_keep_rate(needed: int, history: Sequence[EpochRecord]) -> bool:
 
 def _adjust_rate(keys: NewbobKeys, rate: float, *, decays: bool, grows: bool) -> float:
     if decays:
-        return max(_apply_change(keys.newbob_learning_rate_decay, rate), keys.min_learning_rate)
-    return _apply_change(keys.newbob_learning_rate_growth, rate) if grows else rate
+        return max(_apply_change("newbob_learning_rate_decay", keys.newbob_learning_rate_decay, rate), keys.min_learning_rate)
+    return _apply_change("newbob_learning_rate_growth", keys.newbob_learning_rate_growth, rate) if grows else rate
 
 
-def _apply_change(change: float | Callable[[float], float], rate: float) -> float:
-    return float(change(rate)) if callable(change) else rate * change
+def _apply_change(key: str, change: float | Callable[[float], float], rate: float) -> float:
+    return as_rate(key, change(rate)) if callable(change) else rate * change
+
+
+def as_rate(key: str, value: Any) -> float:
+    """The learning rate that a function of the config has returned. Raises: ConfigError.
+
+    >>> as_rate("dynamic_learning_rate", 1)
+    1.0
+    """
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        rate = nan
+    if not 0 <= rate < inf:
+        raise ConfigError.of(
+            "wrong-result", f"{key}: expected the function to return a number that is zero or positive, got {value!r}"
+        )
+    return rate
 
 
 def epoch_learning_rate(keys: ScheduleKeys, newbob: NewbobKeys, epoch: int, history: Sequence[EpochRecord]) -> float:

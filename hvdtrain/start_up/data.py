@@ -130,6 +130,7 @@ def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:
     """Compare the data keys that limits of batches name with those of train. Raises: DataError."""
     limits = {name: getattr(settings.batch, name) for name in (*LIMITS_OF_SIZES, *LIMITS_OF_LENGTHS)}
     by_key = {name: list(limit) for name, limit in limits.items() if isinstance(limit, dict)}
+    by_key |= {"packed": settings.batch.packed} if isinstance(settings.batch.packed, list) else {}
     for name, keys in {**by_key, "chunking": keys_of(settings.chunks)}.items():
         absent = [key for key in keys if key not in streams and not (key == COST and settings.batch.batch_cost is not None)]
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:

@@ -13,7 +13,7 @@ from hvdtrain.runtime import log
 from hvdtrain.schedule.early_stopping import early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import negate_higher
-from hvdtrain.schedule.rates import epoch_learning_rate, nan_line
+from hvdtrain.schedule.rates import as_rate, epoch_learning_rate, nan_line
 from hvdtrain.settings import Settings
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.session import Epochs
@@ -69,13 +69,14 @@ def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
     def step_rate(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
         if dynamic is not None:
-            rate = float(
+            rate = as_rate(
+                "dynamic_learning_rate",
                 dynamic(
                     global_train_step=step,
                     epoch=int(epoch_continuous) + 1,
                     epoch_continuous=epoch_continuous,
                     learning_rate=epoch_rate,
-                )
+                ),
             )
         elif schedule is not None:
             rate *= schedule.factor(step, epoch_continuous)

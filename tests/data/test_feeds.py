@@ -115,6 +115,7 @@ def test_nothing_is_reported_if_nothing_is_left_out(tmp_path: Path, corpus: Path
             "batch_size = 3\npacked_batch_size = {'x': 3}",
             "packed_batch_size: expected data keys of train (data, classes, id), got ",
         ),
+        ("batch_size = 3\npacked = ['x']", "packed: expected data keys of train (data, classes, id), got 'x'"),
         ("batch_size = 3\nchunking = {'x': 3}", "chunking: expected data keys of train (data, classes, id), got 'x'"),
         (
             "batch_size = 3\ntrain['seq_list_filter_file'] = 'none'",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from returnn.learning_rate_control import LearningRateControl
 
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.schedule.file import LearningRateFile, epoch_meta, read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
@@ -36,6 +36,16 @@ def test_what_is_no_such_file(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(DataError, match=r"rates: expected a learning rate file, .* got: "):
         read_learning_rate_file(path)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    path = tmp_path / "file" / "rates"
+    LearningRateFile(path, [])
+    assert not path.exists(), "a file without epochs would be refused by the next start"
+    path.parent.rmdir()
+    path.parent.write_text("")
+    with pytest.raises(ConfigError, match="learning_rate_file: expected a writable file, got .*file/rates: File exists"):
+        LearningRateFile(path, [])
 
 
 def test_epochs_that_a_stopped_run_lost_are_written_anew(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import numpy
 import pytest
-from launching import faults
+from launching import faults, refused
 
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import error_key
@@ -89,6 +89,12 @@ def test_decay_as_a_function() -> None:
     assert rates_of([1.0] * 3, **NEWBOB, newbob_learning_rate_decay=lambda rate: rate - 0.25) == pytest.approx(
         [0.8, 0.8, 0.55, 0.3]
     )
+
+
+@pytest.mark.parametrize("rate", [None, "fast", float("nan"), -0.1])
+def test_a_function_that_returns_no_rate(rate: object) -> None:
+    with refused("newbob_learning_rate_decay: wrong-result"):
+        rates_of([1.0, 1.0], learning_rate=0.1, learning_rate_control="newbob", newbob_learning_rate_decay=lambda _: rate)
 
 
 def test_rates_of_single_epochs() -> None:

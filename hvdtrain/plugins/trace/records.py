@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvdtrain.comm.base import on_rank_zero
+from hvdtrain.comm.base import on_rank_zero, together
+from hvdtrain.config.writable import writable
 from hvdtrain.data.types import Array
 from hvdtrain.plugins.trace.keys import TraceKeys
 from hvdtrain.settings import Settings
@@ -25,7 +26,7 @@ def record_sequences(settings: Settings, session: Session) -> Iterator[StepRecor
         return
     prefix = Path(wanted)
     run = on_rank_zero(session.comm, lambda: num_runs(prefix), name="trace")
-    yield Trace(prefix, run, session.comm.rank, session.progress.step)
+    yield together(session.comm, lambda: Trace(prefix, run, session.comm.rank, session.progress.step), name="trace.file")
 
 
 class Trace:
@@ -34,11 +35,16 @@ class Trace:
     Args:
         run: the number of this start, from 0.
         first_step: the number of steps of the training before this start.
+
+    Raises:
+        ConfigError: the file is not writable.
     """
 
     def __init__(self, prefix: Path, run: int, rank: int, first_step: int) -> None:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _path(prefix, run, rank).open("w", encoding="utf-8", buffering=1)
+        path = _path(prefix, run, rank)
+        with writable("trace_sequences", path):
+            prefix.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8", buffering=1)
         self._file.write(json.dumps({"first_step": first_step}) + "\n")
 
     def __call__(self, epoch: int, step: int, indices: Array) -> None:

@@ -7,6 +7,7 @@ import numpy
 import pytest
 from launching import ROOT, launch
 
+from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.trace.records import Trace, has_begun, num_runs, trained_on
 
 
@@ -21,13 +22,16 @@ def test_steps_that_were_lost_with_a_kill_do_not_count(tmp_path: Path) -> None:
     assert has_begun(prefix, 0, 2)
     assert not has_begun(prefix, 0, 3)
     assert not has_begun(prefix, 1, 1)
+    second_path = tmp_path / "deep" / "trace.run-1.rank-0.jsonl"
     second = Trace(prefix, 1, 0, 2)  # continues from a checkpoint after step 2, alone
     assert not has_begun(prefix, 1, 1), "no step yet"
     second(1, 2, numpy.array([7, 8]))
     assert has_begun(prefix, 1, 1)
     second(2, 3, numpy.array([0]))
-    with (tmp_path / "deep" / "trace.run-1.rank-0.jsonl").open("a") as file:
+    with second_path.open("a") as file:
         file.write('{"epoch": 2, "st')  # killed
+    with pytest.raises(ConfigError, match=f"trace_sequences: expected a writable file, got {second_path}/x"):
+        Trace(second_path / "x", 0, 0, 0)
     assert trained_on(prefix) == {1: Counter([0, 1, 10, 11, 7, 8]), 2: Counter([0])}
 
 

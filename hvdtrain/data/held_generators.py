@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.randomness import generator_states, mix_seed, seed_generators
+from hvdtrain.data.process_generators import generator_states, seed_generators
+from hvdtrain.data.randomness import mix_seed
 from hvdtrain.data.types import imported_class
 
 MOST_OBJECTS = 1000
@@ -42,7 +43,11 @@ class Generators:
 
     def states(self) -> tuple[Any, ...]:
         """Two are equal if nothing was drawn in between."""
-        return (*generator_states(), *(_bytes(_state(each)) for each in self._held))
+        return (*generator_states(), *self.held_states())
+
+    def held_states(self) -> tuple[bytes, ...]:
+        """The same without the process-wide ones."""
+        return tuple(_bytes(_state(each)) for each in self._held)
 
     def seed(self, seed: int) -> None:
         """Seed the process-wide ones with this number, and each other with one that is made of it and its place."""

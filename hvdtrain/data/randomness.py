@@ -7,15 +7,12 @@ change the numbers of the step, and get numbers that depend on the time.
 
 from __future__ import annotations
 
-import ctypes
-import pickle
 import random
-import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -24,6 +21,13 @@ from typing import Any
 
 import numpy
 
+from hvdtrain.data.process_generators import (
+    OF_PYTHON_AND_NUMPY,
+    generator_states,
+    seed_generators,
+    seedings_of,
+    torch_generator,
+)
 from hvdtrain.data.types import Array
 
 NOISE = 0x6E6F697365
@@ -146,19 +150,6 @@ def _words(number: int) -> list[int]:
     return [number & 0xFFFFFFFF, *(_words(number >> 32) if number >> 32 else [])]
 
 
-SEED_RANDOM = super(random.Random, random._inst).seed
-"""What `random.seed` does with a number, and with `gauss_next`; the checks around it take a quarter of the time."""
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the process-wide generators of Python, numpy and, where it is imported, PyTorch (that of CPUs)."""
-    SEED_RANDOM(seed)
-    random._inst.gauss_next = None  # type: ignore[attr-defined]
-    numpy.random.seed(seed)
-    if (generator := _torch_generator()) is not None:
-        generator.manual_seed(seed)
-
-
 @contextmanager
 def seeded_config(seed: int, on_draw: Callable[[], object]) -> Iterator[None]:
     """Seed these generators for a config that is read within the `with` block, also if it is the one that imports PyTorch.
@@ -168,12 +159,12 @@ def seeded_config(seed: int, on_draw: Callable[[], object]) -> Iterator[None]:
     """
     seed = mix_seed(seed, CONFIG)
     seed_generators(seed)
-    before = _python_state(), _numpy_state()
+    before = generator_states()[:OF_PYTHON_AND_NUMPY]
     finder = _SeededTorch(seed)
     sys.meta_path.insert(0, finder)
     try:
         yield
-        if (_python_state(), _numpy_state()) != before or _torch_has_drawn(seed):
+        if generator_states()[:OF_PYTHON_AND_NUMPY] != before or _torch_has_drawn(seed):
             on_draw()
     finally:
         if finder in sys.meta_path:
@@ -182,7 +173,7 @@ def seeded_config(seed: int, on_draw: Callable[[], object]) -> Iterator[None]:
 
 def _torch_has_drawn(seed: int) -> bool:
     """Whether somebody has drawn from PyTorch's generator since it was seeded."""
-    generator = _torch_generator()
+    generator = torch_generator()
     if generator is None:
         return False
     now = generator.get_state()
@@ -212,26 +203,16 @@ class _SeededTorch(MetaPathFinder):
         module.default_generator.manual_seed(self._seed)
 
 
-def generator_states() -> tuple[Any, ...]:
-    """The states of these generators; two are equal if nothing was drawn in between.
-
-    >>> before = generator_states()
-    >>> before == generator_states(), random.random() < 1, before == generator_states()
-    (True, True, False)
-    """
-    generator = _torch_generator()
-    of_torch = None if generator is None else _torch_state(generator)
-    return _python_state(), _numpy_state(), of_torch
-
-
 @contextmanager
 def own_numbers(*parts: int) -> Iterator[None]:
     """Within the `with` block, the generators are seeded with a number mixed from the parts; then they are as before."""
     before = random.getstate()
     of_numpy = numpy.random.get_state()
-    generator = _torch_generator()
+    generator = torch_generator()
     of_torch = None if generator is None else generator.get_state()
-    seed_generators(mix_seed(*parts))
+    random._inst.gauss_next = None  # type: ignore[attr-defined]
+    for seeding in seedings_of(generator):  # whoever looks need not know of it, as it is undone
+        seeding(mix_seed(*parts))
     try:
         yield
     finally:
@@ -239,103 +220,8 @@ def own_numbers(*parts: int) -> Iterator[None]:
         numpy.random.set_state(of_numpy)
         if generator is not None:
             generator.set_state(of_torch)
-        elif (imported := _torch_generator()) is not None:
+        elif (imported := torch_generator()) is not None:
             imported.seed()  # a random one, as PyTorch begins with
-
-
-def _torch_generator() -> Any:
-    return getattr(sys.modules.get("torch"), "default_generator", None)
-
-
-def _python_state() -> Any:
-    """The words and the position of Python's Mersenne Twister, and the second number of the last pair that it has normalized.
-    `getstate` would make a tuple of 625 numbers, which takes fifty times as long."""
-    memory = _python_memory()
-    return random.getstate() if memory is None else (memory.raw, random._inst.gauss_next)  # type: ignore[attr-defined]
-
-
-@cache
-def _python_memory() -> Any:
-    """Where they are; None: not where CPython has them."""
-    if sys.implementation.name != "cpython":
-        return None
-    memory = (ctypes.c_char * (625 * 4)).from_address(id(random._inst) + object.__basicsize__)
-    *words, position = random.getstate()[1]
-    return memory if memory.raw == numpy.array([position, *words], numpy.uint32).tobytes() else None
-
-
-def _numpy_state() -> bytes:
-    """The words of numpy's Mersenne Twister and its position among them, and the second number of the last pair that it has
-    normalized. `get_state` would take a hundred times as long."""
-    bits = numpy.random.get_bit_generator()  # type: ignore[attr-defined]  # not in numpy's stubs
-    place = _place_in_numpy()
-    if not isinstance(bits, numpy.random.MT19937) or place is None:
-        return pickle.dumps(numpy.random.get_state(legacy=False))
-    second = ctypes.string_at(id(numpy.random.mtrand._rand) + place, SECOND)
-    return ctypes.string_at(bits.ctypes.state_address, 625 * 4) + second
-
-
-SECOND = 16
-"""The bytes of the second number of a pair in a generator of numpy's, after those that say whether there is one."""
-
-
-@cache
-def _place_in_numpy() -> int | None:
-    """Where they are; None: not where numpy has them."""
-    if sys.implementation.name != "cpython":
-        return None
-    tried = numpy.random.RandomState(1)
-    tried.normal()
-    state: Any = tried.get_state(legacy=False)
-    memory = ctypes.string_at(id(tried), type(tried).__basicsize__)
-    place = memory.find(struct.pack("q", state["has_gauss"]) + struct.pack("d", state["gauss"]))
-    return place if place > 0 else None
-
-
-WORDS = 624 * 4
-"""The bytes of a Mersenne Twister's words."""
-
-AROUND = 24
-"""The bytes before and after them in a generator of PyTorch's, with its position, and the second numbers of pairs."""
-
-
-def _torch_state(generator: Any) -> bytes:
-    """The state of PyTorch's generator. `get_state` would let the thread that trains take Python's lock for a moment each time:
-    for small batches, waking it took a seventh of the step."""
-    place = _place_in_torch()
-    if place is None:
-        state: bytes = generator.get_state().numpy().tobytes()
-        return state
-    return ctypes.string_at(_address(generator) + place - AROUND, WORDS + 2 * AROUND)
-
-
-def _address(generator: Any) -> int:
-    """Where the C++ object of a generator is."""
-    return ctypes.c_void_p.from_address(id(generator) + object.__basicsize__).value or 0
-
-
-@cache
-def _place_in_torch() -> int | None:
-    """Where the words are in PyTorch's generators, tried with one: with all kinds of draws, these bytes change; None: not where
-    they are in today's versions."""
-    if sys.implementation.name != "cpython":
-        return None
-    torch = sys.modules["torch"]
-    try:
-        tried = torch.Generator()
-    except RuntimeError:  # before all of PyTorch is imported
-        return None
-    tried.manual_seed(1)
-    words = numpy.frombuffer(tried.get_state().numpy().tobytes()[AROUND:], numpy.uint64, 624).astype(numpy.uint32).tobytes()
-    place = ctypes.string_at(_address(tried), 256).find(words[:64])
-    if place < AROUND or ctypes.string_at(_address(tried) + place, WORDS) != words:
-        return None
-    seen = set()
-    for dtype in (torch.float32, torch.float64):
-        for draw in (torch.rand, torch.randn, torch.randn):  # the last one takes the second number of a pair
-            seen.add(ctypes.string_at(_address(tried) + place - AROUND, WORDS + 2 * AROUND))
-            draw(1, generator=tried, dtype=dtype)
-    return place if len(seen) == 6 else None
 
 
 class Alone:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy
@@ -16,7 +17,7 @@ from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.randomness import _place_in_numpy, _place_in_torch, generator_states
+from hvdtrain.data.process_generators import _place_in_numpy, _place_in_torch, generator_states, seed_generators
 from hvdtrain.data.types import Stream
 from hvdtrain.plugins.hdf_tools.dump import main as dump
 
@@ -103,6 +104,32 @@ def test_a_generator_of_its_own_is_reported() -> None:
 
     assert ["differs when it is read again" in line for line in opened(Items([1, 2])).warnings()] == [True]
     assert opened([numpy.ones((3, 2)), numpy.full((4, 2), numpy.nan)]).warnings() == []
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_an_item_is_not_read_again_because_a_step_seeds_the_generators_meanwhile(draws: bool) -> None:
+    """But what it draws before the step is noticed, though the seeding wipes it out."""
+    reads: list[Any] = []
+    trains = False
+
+    class Items(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            reads.append(index)
+            if trains:
+                if draws:
+                    random.random()
+                step = Thread(target=seed_generators, args=(index,))
+                step.start()
+                step.join()
+            return numpy.ones((3, 2))
+
+    dataset = opened(Items(range(9)), scanning=Scanning(note=reads.append))
+    reads.clear()
+    trains = True
+    dataset.sequences(range(9))
+    dataset.close()
+    assert dataset.is_stochastic == draws
+    assert reads == list(range(9)) if not draws else reads[-1].startswith("train: reading draws random numbers")
 
 
 @trains(TWO)

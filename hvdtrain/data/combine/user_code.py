@@ -17,6 +17,7 @@ from hvdtrain.data.foreign import ForeignDataset
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.objects import ObjectsDataset, collate_items
 from hvdtrain.data.held_generators import Generators
+from hvdtrain.data.process_generators import Look
 from hvdtrain.data.randomness import ALONE, COLLATE, EPOCH, ITEM, mix_seed, own_numbers
 from hvdtrain.data.types import Array, Batch, Padded
 from hvdtrain.data.views import ChangedSequences
@@ -24,11 +25,11 @@ from hvdtrain.data.views import ChangedSequences
 T = TypeVar("T")
 
 RUN_SECONDS = 0.001
-"""How long sequences are read between two looks at the generators, which take some 20 microseconds."""
+"""How long sequences are read between two looks at the generators, which take some microseconds."""
 
 TRIES = 13
-"""How often sequences are read because a generator changed meanwhile, most likely by a step. After each time, twice as long is
-waited for the thread that trains to need data: half a millisecond, then up to two seconds."""
+"""How often sequences are read because somebody drew meanwhile, most likely a step. After each time, twice as long is waited for
+the thread that trains to need data: half a millisecond, then up to two seconds."""
 
 Question = tuple[str, int, int, int, Any]
 """The method to call, the epoch, how often it had the sequence before, the index of the sequence, and its arrays before a
@@ -57,7 +58,7 @@ class UserDataset(ChangedSequences):
 
     Each step of a training seeds and uses the same generators, in another thread. So code that draws is run by a process of its
     own, which seeds them for every sequence. Code that draws nothing is run where it is called, with a look at the generators:
-    what was read while one of them changed is read again. If only the code can have changed it, the code draws.
+    what was read while somebody drew is read again. If only the code can have drawn, it draws.
 
     Args:
         where: the config key of the dataset, for messages. The numbers differ between datasets inside the same one.
@@ -181,10 +182,11 @@ class UserDataset(ChangedSequences):
         """What is read, with no random number drawn in the same time; None: the code that reads draws."""
         for tries in range(TRIES):
             turn = ALONE.turn()
-            before = self._generators.states()
-            result = read()
-            if self._generators.states() == before:
-                return result
+            with Look() as look:
+                before = self._generators.held_states()
+                result = read()
+                if not look.has_drawn() and self._generators.held_states() == before:
+                    return result
             if turn is not None and turn == ALONE.turn():
                 break
             ALONE.wait(0.0005 * 2**tries)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.data.randomness import seed_generators
+from hvdtrain.data.process_generators import seed_generators
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import gpu_of
 from hvdtrain.learner.precision import Dtype

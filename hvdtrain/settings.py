@@ -45,10 +45,8 @@ from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.runtime.records import records_of
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
-from hvdtrain.schedule.last_best import LastBestKeys, LastBestRule
 from hvdtrain.schedule.measure import Measure, ScoreKeys, wanted_of
-from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
-from hvdtrain.schedule.steps import StepSchedule, make_schedule
+from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.derived import DERIVED, framework_problems, resolve
 from hvdtrain.training.keys import EvaluationKeys, PerEpochKeys
@@ -57,10 +55,12 @@ from hvdtrain.training.run_keys import RunKeys
 S = TypeVar("S", bound=Section)
 
 
+OF_PLUGINS: Registry[type[Section]] = Registry("keys")
+"""The sections of plug-ins."""
+
 DICTS: dict[str, type] = {
     "torch_distributed": TorchDistributedKeys,
-    "use_last_best_model": LastBestRule,
-    **{name: entries for keys in KEYS_OF_REDUCERS.values() for name, entries in keys.dicts.items()},
+    **{name: entries for keys in (*OF_PLUGINS.values(), *KEYS_OF_REDUCERS.values()) for name, entries in keys.dicts.items()},
 }
 """Keys that are dicts with declared entries."""
 
@@ -90,10 +90,7 @@ class Settings:
     precision: PrecisionKeys
     accumulation: AccumulationKeys
     schedule: ScheduleKeys
-    newbob: NewbobKeys
-    last_best: LastBestKeys
     scoring: ScoreKeys
-    step_schedule: StepSchedule | None
     reduce: ReduceKeys
     start: StartKeys
     saving: SavingKeys
@@ -159,28 +156,17 @@ class Settings:
     @property
     def measure(self) -> Measure:
         """How epochs are compared."""
-        wanted = self.ending.early_stopping_measure or self.newbob.learning_rate_control_error_measure
+        wanted = self.ending.early_stopping_measure or self.schedule.learning_rate_control_error_measure
         return Measure(wanted_of(wanted), self.scoring.higher_is_better)
 
     @property
     def result_keys(self) -> dict[str, str]:
         """By name, as text, the keys that determine the results of a training."""
-        sections = (
-            self.batch,
-            self.chunks,
-            self.learner,
-            self.precision,
-            self.accumulation,
-            self.schedule,
-            self.newbob,
-            self.last_best,
-            self.reduce,
-            *(section for section in self.of_plugins if section.changes_results),
-        )
+        core = (self.batch, self.chunks, self.learner, self.precision, self.accumulation, self.schedule, self.reduce)
+        sections = [*core, *(section for section in self.of_plugins if section.changes_results)]
         texts = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
         texts["random_seed"] = str(self.run.random_seed)
-        of_twice_as_many, _ = make_schedule(self.schedule.learning_rate_schedule, 2 * self.run.num_epochs)
-        if self.step_schedule != of_twice_as_many:
+        if any(section.changes_with(self.run.num_epochs) for section in sections):
             texts["num_epochs"] = str(self.run.num_epochs)
         return texts
 
@@ -229,9 +215,6 @@ SECTIONS_BY_NAME: dict[str, type] = {
 }
 """The sections, by the attribute of Settings that holds them; a new one is a line there."""
 
-OF_PLUGINS: Registry[type[Section]] = Registry("keys")
-"""The sections of plug-ins."""
-
 SECTIONS = (*SECTIONS_BY_NAME.values(), *OF_PLUGINS.values())
 
 
@@ -263,7 +246,7 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     """
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     types = {name: declared_key.type for name, declared_key in keys.items()}
-    types |= {alias: types[name] for alias, name in ALIASES.items()}
+    types |= {alias: types[name] for alias, name in ALIASES.items() if name in types}
     watches, names = Watches(), [*(each.names for each in keys.values()), *SPELLINGS]
     notes: list[str] = []
     seeded = partial(_seeded, overrides.get("random_seed"), notes)

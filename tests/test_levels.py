@@ -171,7 +171,7 @@ def test_the_environment_is_read_in_one_place() -> None:
 
 
 FORMATS_OF_RETURNN = [
-    "plugins/*", "data/*", "checkpoint/*", "schedule/file.py", "schedule/rates.py",
+    "plugins/*", "data/*", "checkpoint/*",
     "learner/optimizer.py", "learner/contents.py", "learner/torch/*state.py", "learner/frameworks.py",
     "config/absent.py", "start_up/data.py", "start_up/overfit.py",
 ]  # fmt: skip

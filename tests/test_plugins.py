@@ -20,7 +20,13 @@ OF_THE_CORE = ("schedule/test_schedule.py", "data/plan/test_plan.py", "training/
 """Tests that take a second each."""
 
 ASKING: dict[str, dict[str, list[str]]] = {
-    "average": {"average_checkpoints: expected None": ["++average_checkpoints", "{'best': 2}"]},
+    "average": {"average_checkpoints: unknown key": ["++average_checkpoints", "{'best': 2}"]},
+    "cleanup": {
+        "cleanup_old_models: unknown key": ["++cleanup_old_models", "1"],
+        "task: expected one of": ["++task", "cleanup_old_models"],
+    },
+    "local_disk": {"checkpoint_local: unknown key": ["++checkpoint_local", "/tmp"]},
+    "preload": {"preload_from_files: unknown key": ["++preload_from_files", "{}"]},
     "combine": {"train.class: expected one of": ["++train", "{'class': 'MetaDataset'}"]},
     "completion": {"completion: expected a config file": ["completion"]},
     "compute": {"split_on_oom: unknown key": ["++split_on_oom", "1"]},
@@ -29,6 +35,10 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "backend: expected 'torch'": ["++backend", "tensorflow-net-dict"],
         "train.class: expected one of": ["++train", "{'class': 'ReturnnDataset'}"],
         "network: unknown key": ["++network", "{'output': {'class': 'softmax'}}"],
+    },
+    "schedules": {
+        "learning_rate_control: expected 'constant'": ["++learning_rate_control", "newbob"],
+        "learning_rate_schedule: unknown key": ["++learning_rate_schedule", "cosine"],
     },
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
     "extra_models": {"extra_models: unknown key": ["++extra_models", "{}"]},
@@ -82,6 +92,7 @@ def entries(plugin: Plugin) -> set[str]:
     kinds = (
         "backends",
         "transports",
+        "rate_controls",
         "reducers",
         "compressions",
         "tasks",

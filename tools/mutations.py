@@ -272,10 +272,10 @@ MUTATIONS = [
     # Learning rates, and which epoch is best
     Mutation(
         "the warm-up begins with a learning rate of 0",
-        "schedule/steps.py",
+        "plugins/schedules/steps.py",
         'warm = step + 1.0 if self.warmup.unit == "steps" else epoch_continuous',
         'warm = float(step) if self.warmup.unit == "steps" else epoch_continuous',
-        ("tests/schedule/test_step_schedule.py",),
+        ("tests/plugins/schedules/test_steps.py",),
     ),
     Mutation(
         "the worst epoch is the best",
@@ -301,10 +301,10 @@ MUTATIONS = [
     ),
     Mutation(
         "the first models are kept instead of the last ones",
-        "checkpoint/cleanup.py",
+        "plugins/cleanup/rule.py",
         "existing[-self.keep_last_n :]",
         "existing[: self.keep_last_n]",
-        ("tests/checkpoint/test_start.py",),
+        ("tests/plugins/cleanup/test_rule.py",),
     ),
     Mutation(
         "the checksum of a model is not compared",

@@ -9,7 +9,7 @@ from hvdtrain.config.keys import declared_keys
 
 WITHOUT_EFFECT_ON_RESULTS = frozenset(
     ("device", "torch_compile", "checkpoint_modules", "deterministic", "use_horovod", "torch_distributed", "horovod_timeline")
-) | {"learning_rate_file", "learning_rate_ramp"}
+)
 """Keys of the sections below that do not affect the results of a training."""
 
 COMPARED_ELSEWHERE = frozenset(("optimizer",))

@@ -79,7 +79,7 @@ class CheckpointFolder:
         mirror: where all files are copied to, and removed from.
 
     Attributes:
-        note: a file that names a newer checkpoint on a local disk (`checkpoint/local.py`).
+        note: a file that names a newer checkpoint on a local disk (plug-in local_disk).
         num_pretrain_epochs: the number of first epochs whose checkpoints have `pretrain` in their names, as in RETURNN. Found are
             checkpoints with and without it.
     """

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hvdtrain.checkpoint.average_rules import parse_averages
-from hvdtrain.checkpoint.cleanup import parse_rule
-from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.config.absent import absent
 from hvdtrain.config.convert import signature_error
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive
 from hvdtrain.config.references import is_reference
-from hvdtrain.data.remote import can_be_mirror, is_remote, url_problems
-from hvdtrain.errors import ConfigError, Problem, problem
+from hvdtrain.data.remote import can_be_mirror, url_problems
+from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.model_format import SAFETENSORS, is_safetensors, missing_package
 
 
@@ -58,13 +54,6 @@ class StartKeys(Section):
         False,
         "continue within an epoch although the train data has changed since the epoch began. Give it on the command line, once",
     )
-    preload_from_files: dict[str, Any] = key(
-        {},
-        "parameters to load from other models: for each name a dict of filename, prefix, init_for_train, ignore_missing, "
-        "ignore_params, ignore_params_prefixes, var_name_mapping, checkpoint_key, pattern, custom_missing_load_func "
-        "(docs/resuming.md)",
-    )
-
     load_model_post_hooks: list[Any] | tuple[Any, ...] | None = key(
         None,
         "functions (*, model, **_) that every rank calls with the model once it is built and loaded, at every "
@@ -86,12 +75,7 @@ class StartKeys(Section):
                 return problem(
                     "wrong-signature", f"load_model_post_hooks[{number}]: expected a function (*, model, **_), got {wrong}"
                 )
-        try:
-            parse_preloads(self.preload_from_files)
-        except ConfigError as error:
-            return error.problems
         files = {"load": self.load, "import_model_train_epoch1": self.import_model_train_epoch1}
-        files |= {f"preload_from_files.{preload.name}": preload.filename for preload in parse_preloads(self.preload_from_files)}
         needing = [name for name, file in files.items() if file is not None and is_safetensors(file)]
         if missing := [problem for name in needing for problem in missing_package(name)]:
             return missing
@@ -132,12 +116,6 @@ class SavingKeys(Section):
     save_in_background: bool = key(
         False, "continue training while rank 0 writes a copy of the model and the optimizer, which takes as much memory again"
     )
-    checkpoint_local: str | None = key(
-        None,
-        "a folder on a local disk: rank 0 writes checkpoints there first, and copies them to the model's folder while training "
-        "goes on; the next start continues from one that was not copied yet; None: checkpoints are written to the model's folder",
-        Rule("a folder on a disk", lambda value: bool(value) and not is_remote(value)),
-    )
     checkpoint_mirror: str | None = key(
         None,
         "URL of a folder on object storage, such as s3://bucket/exp/g2p: every checkpoint is copied there once it is written, "
@@ -149,19 +127,6 @@ class SavingKeys(Section):
         "the format of the model's file: 'safetensors', which many programs read and which contains no code (needs the extra "
         "safetensors); None: 'pt' with PyTorch, 'npz' with TensorFlow. Other files of a checkpoint are in the framework's own",
     )
-    cleanup_old_models: bool | dict[str, Any] = key(
-        False,
-        "after every epoch, remove all models but the last, the best, and some of earlier epochs; or a dict of keep_last_n (2), "
-        "keep_best_n (4, by each score), keep (a list of epochs, such as []; if it is left out, a pattern such as every "
-        "4th epoch of the first 10 and every 20th of the first 50), ignore_score_keys (scores whose best are not kept)",
-    )
-
-    average_checkpoints: dict[str, Any] | list[Any] | None = key(
-        None,
-        "averages of checkpoints to make and evaluate at the end of a training: {'best': 5}, {'last': 10}, {'epochs': '10-20'}, "
-        "{'steps': [...]} or {'running': 5}, with measure and recompute_statistics (docs/training.md), or a list of these",
-        needs=("torch", "tensorflow"),
-    )
     running_average: int | None = key(
         None,
         "add the weights to a sum after every N-th update, such as 100, and save the sum with every checkpoint: the mean over "
@@ -171,24 +136,5 @@ class SavingKeys(Section):
     )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        problems = self._package_problems() + self._average_problems()
-        try:
-            parse_rule(self.cleanup_old_models)
-        except ConfigError as error:
-            return [*error.problems, *problems]
-        return problems
-
-    def _average_problems(self) -> list[Problem]:
-        try:
-            rules = parse_averages(self.average_checkpoints)
-        except ConfigError as error:
-            return error.problems
-        if rules and (hint := absent("average")):
-            return problem("unsupported", f"average_checkpoints: expected None, got {self.average_checkpoints!r}{hint}")
-        if self.running_average is None and any(rule.kind == "running" for rule in rules):
-            return problem("missing", "running_average: expected a number of updates, with average_checkpoints.running, got None")
-        return []
-
-    def _package_problems(self) -> list[Problem]:
         problems = missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
         return problems + (url_problems("checkpoint_mirror", [self.checkpoint_mirror]) if self.checkpoint_mirror else [])

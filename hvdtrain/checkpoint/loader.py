@@ -10,7 +10,6 @@ from typing import Any
 
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.checkpoint.preload import Preload, load_preloads, require_all
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver_base import ALIKE
 from hvdtrain.checkpoint.stored import read_progress
@@ -34,10 +33,10 @@ class Loader:
     """
 
     def __init__(self, comm: Communicator, state: StateBase, sync: EpochSync, checkpoints: CheckpointFolder) -> None:
-        self._comm = comm
-        self._state = state
+        self.comm = comm
+        self.state = state
         self._sync = sync
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
 
     def load(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> Progress:
         """Collective. Continue from a checkpoint, on all ranks.
@@ -49,9 +48,9 @@ class Loader:
         Raises:
             CheckpointError: a rank cannot read it, or the number of ranks has to be the one that wrote it.
         """
-        state, progress = together(self._comm, lambda: self._read(checkpoint, fresh_optimizer), name="load_checkpoint")
+        state, progress = together(self.comm, lambda: self._read(checkpoint, fresh_optimizer), name="load_checkpoint")
         self.broadcast()
-        has_same_size = state.get("size") == self._comm.size
+        has_same_size = state.get("size") == self.comm.size
         if has_same_size and self._were_alike(state):
             if not fresh_optimizer:
                 self._load_rank(checkpoint, state)
@@ -63,7 +62,7 @@ class Loader:
         ):
             raise CheckpointError(
                 f"{checkpoint.model_file}: expected the {state['size']} ranks that wrote it in the middle of epoch "
-                f"{progress.current.epoch}, got {self._comm.size}: with random_seed_offset each rank has done a different "
+                f"{progress.current.epoch}, got {self.comm.size}: with random_seed_offset each rank has done a different "
                 "part of the epoch (remove the file to repeat the epoch from its beginning)"
             ).on_all_ranks()
         elif state.get("reducer"):
@@ -73,8 +72,8 @@ class Loader:
     def _read(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> tuple[dict[str, Any], Progress]:
         """Load this rank's model and optimizer; return the other entries and the progress. Raises: CheckpointError."""
         file = checkpoint.model_file
-        without_optimizer = fresh_optimizer or self._checkpoints.is_from_elsewhere(checkpoint)
-        state = self._state.load(file, None if without_optimizer else checkpoint.optimizer_file)
+        without_optimizer = fresh_optimizer or self.checkpoints.is_from_elsewhere(checkpoint)
+        state = self.state.load(file, None if without_optimizer else checkpoint.optimizer_file)
         progress = replace(read_progress(state, file), file=file)
         if missing := [name for name in ("epoch", "step") if state.get(name) is None]:
             raise DamagedCheckpoint(
@@ -86,8 +85,8 @@ class Loader:
                 f"{file}: expected the state {checkpoint.describe()}, as its name says, got that {progress.describe()} (was the "
                 "file renamed?)"
             )
-        if self._state.running is not None:
-            self._restore_running(checkpoint, state, self._state.running)
+        if self.state.running is not None:
+            self._restore_running(checkpoint, state, self.state.running)
         return state, progress
 
     def _restore_running(self, checkpoint: Checkpoint, state: Mapping[str, Any], running: RunningAverage) -> None:
@@ -106,9 +105,9 @@ class Loader:
         its own state."""
         first = state.get(ALIKE)
         if first is None:  # an earlier release, where either all ranks were alike or none
-            first = range(self._comm.size) if "optimizer" in state.get("own", ()) else [0] * self._comm.size
+            first = range(self.comm.size) if "optimizer" in state.get("own", ()) else [0] * self.comm.size
         were_alike = len({first[rank] for rank in self._sync.alike}) == 1
-        if all(self._comm.gather(were_alike, name="alike")):
+        if all(self.comm.gather(were_alike, name="alike")):
             return True
         log.info("the ranks are in other groups than in the checkpoint: all continue from its model and the optimizer of rank 0")
         return False
@@ -134,54 +133,34 @@ class Loader:
         Raises:
             CheckpointError: a rank cannot read it.
         """
-        read = None if self._checkpoints.has_name(file) else read
+        read = None if self.checkpoints.has_name(file) else read
 
         def load() -> tuple[Progress, int]:
-            stored = self._state.load(file, None, read, with_optimizer)
+            stored = self.state.load(file, None, read, with_optimizer)
             return read_progress(stored, file), stored.get("batches") or 0
 
-        progress, batches = together(self._comm, load, name="load_model")
+        progress, batches = together(self.comm, load, name="load_model")
         self.broadcast()
         if epoch is None:
             current = None
             if batches and with_optimizer:
-                done = min(progress.step, -(-batches // self._comm.size))
+                done = min(progress.step, -(-batches // self.comm.size))
                 current = EpochProgress(progress.epoch + 1, progress.step - done, position=batches)
             return replace(progress, current=current, data={}, keys={}, spent={}, callbacks={})
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step, epoch=epoch, history=history)  # as in RETURNN, steps go on also if epochs do not
 
-    def preload(self, preloads: list[Preload], is_whole: bool = False) -> None:
-        """Collective. Load parameters of other models, on every rank.
-
-        Args:
-            is_whole: whether these are to be all parameters of the model.
-
-        Raises:
-            CheckpointError: a file cannot be read, or parameters are missing from all files.
-        """
-
-        def load_all() -> None:
-            loaded = load_preloads(preloads, self._state.preload)
-            if is_whole:
-                require_all(preloads, {*self._state.tensors("parameters"), *self._state.tensors("frozen")}.difference(loaded))
-            for preload in preloads:
-                if preload.filename is not None:
-                    log.info(f"Loaded {preload.filename} for preload_from_files.{preload.name}.")
-
-        together(self._comm, load_all, name="preload")
-
     def broadcast(self) -> None:
         """Collective. Broadcast rank 0's model."""
-        share_model(self._comm, self._state)
+        share_model(self.comm, self.state)
 
     def _load_rank(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         if parts := state.get("own"):
-            file = checkpoint.rank_file(self._comm.rank, self._comm.size)
+            file = checkpoint.rank_file(self.comm.rank, self.comm.size)
             marks = {SAVE_ID: state[SAVE_ID]} if SAVE_ID in state else NO_MARKS
-            together(self._comm, lambda: self._state.load_rank(file, parts, marks), name="load_own")
+            together(self.comm, lambda: self.state.load_rank(file, parts, marks), name="load_own")
         if reducer := state.get("reducer"):
-            self._restore(checkpoint, reducer[self._comm.rank])
+            self._restore(checkpoint, reducer[self.comm.rank])
 
     def _restore(self, checkpoint: Checkpoint, state: dict[str, Any], same_ranks: bool = True) -> None:
         """Collective. Give the reducer its state. Raises: CheckpointError."""
@@ -194,7 +173,7 @@ class Loader:
                     f"{checkpoint.model_file}: expected the state of this config's reducer in 'reducer', got another: {error!r}"
                 ) from None
 
-        together(self._comm, restore, name="restore_reducer")
+        together(self.comm, restore, name="restore_reducer")
 
 
 def share_model(comm: Communicator, state: StateBase) -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.checkpoint.files import Checkpoint
-from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.folder import CheckpointFolder, ContentsProtocol
+from hvdtrain.checkpoint.hooks import DiskProtocol
 from hvdtrain.checkpoint.kept_models import KeptModels
-from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver_base import ALIKE, RankState, SaverBase
 from hvdtrain.comm.base import Communicator, gather_together, on_rank_zero, together
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.learner.contents import CheckpointContents
 from hvdtrain.learner.integrity import SAVE_ID, new_save_id
 from hvdtrain.learner.model_state import StatePart
 from hvdtrain.learner.reducer import EpochSync
@@ -44,7 +43,7 @@ class Saver(SaverBase):
         distribution: Literal["shard", "random_seed_offset"],
         kept: KeptModels | None = None,
         background: ThreadPoolExecutor | None = None,
-        local: LocalDisk | None = None,
+        disk: DiskProtocol | None = None,
     ) -> None:
         self._comm = comm
         self._state = state
@@ -53,7 +52,7 @@ class Saver(SaverBase):
         self._distribution = distribution
         self._kept = KeptModels(checkpoints) if kept is None else kept
         self._background = background
-        self._local = local
+        self._disk = disk
         self._writing: Future[None] | None = None  # on rank 0
         self._is_writing = False  # on all ranks
         self._last: Path | None = None  # the model's file of the last checkpoint that this start has written
@@ -95,7 +94,7 @@ class Saver(SaverBase):
         self._state.gather_state()
         start_writing = partial(self._start_writing, target, entries, progress)
         with self._sync.averaged_model(self._state):
-            if self._background is None or self._is_local_awaited:
+            if self._background is None or (self._disk is not None and self._disk.is_awaited):
                 on_rank_zero(self._comm, start_writing, name="save")
             elif self._comm.rank == 0:  # without a message: the next checkpoint is early enough to hear of a failure
                 try:
@@ -113,26 +112,17 @@ class Saver(SaverBase):
         if self._background is None:
             self._write(target, self._state.contents(entries), progress)
             return
-        contents: CheckpointContents | FilesOnDisk
-        if self._local is not None and self._is_local_awaited:
-            contents = self._local.write(target, self._state.contents(entries))
+        contents: ContentsProtocol
+        if self._disk is not None and self._disk.is_awaited:
+            contents = self._disk.write(target, self._state.contents(entries))
         else:
             contents = self._state.copied(self._state.contents(entries))
         self._writing = self._background.submit(self._write, target, contents, progress)
 
-    @property
-    def _is_local_awaited(self) -> bool:
-        """Whether training waits until a checkpoint is on a local disk, from which it is copied in the background."""
-        return self._local is not None and self._local.is_awaited
-
-    def _write(self, target: Checkpoint, contents: CheckpointContents | FilesOnDisk, progress: Progress) -> None:
+    def _write(self, target: Checkpoint, contents: ContentsProtocol, progress: Progress) -> None:
         """Write a checkpoint, then update best.json and clean up, in any thread. Raises: CheckpointError."""
         keep_models = self._kept.within_epochs(progress)
-        if self._local is None:
-            self._checkpoints.write(target, contents, keep_models)
-        else:
-            files = contents if isinstance(contents, FilesOnDisk) else self._local.write(target, contents)
-            self._local.copy(target, files, keep_models)
+        (self._checkpoints.write if self._disk is None else self._disk.copy)(target, contents, keep_models)
         if target.step is None:
             self._kept.after_epoch(progress)
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import ABANDONED, CheckpointFolder, folder_of
+from hvdtrain.checkpoint.hooks import CheckpointHooks
 from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.loader import Loader
-from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.checkpoint.progress import Progress, best_position
 from hvdtrain.checkpoint.stored import read_progress as stored_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero
@@ -21,7 +21,7 @@ from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS, NEW
 from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
-from hvdtrain.schedule.file import read_learning_rate_file
+from hvdtrain.schedule.history import EpochRecord
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,9 @@ def _start_of_training(keys: StartKeys, folder: CheckpointFolder) -> StartingPoi
     return StartingPoint(remark=remark)
 
 
-def start_of_task(keys: StartKeys, folder: CheckpointFolder) -> StartingPoint:
-    """What to load for a task other than training: a model, unless `preload_from_files` fills it. Raises: CheckpointError."""
-    fills = any(preload.is_due(training=False, fresh=True) for preload in parse_preloads(keys.preload_from_files))
-    if fills and not (keys.load or keys.load_epoch or keys.import_model_train_epoch1 or folder.finished_epochs()):
+def start_of_task(keys: StartKeys, folder: CheckpointFolder, is_filled: bool = False) -> StartingPoint:
+    """What to load for a task other than training: a model, unless a plug-in fills it. Raises: CheckpointError."""
+    if is_filled and not (keys.load or keys.load_epoch or keys.import_model_train_epoch1 or folder.finished_epochs()):
         return StartingPoint()
     return StartingPoint(model_file=model_file(keys, folder), epoch=epoch_of_file(keys, folder))
 
@@ -225,17 +224,17 @@ def resume(
     checkpoints: CheckpointFolder,
     start: StartingPoint,
     keys: StartKeys,
-    learning_rate_file: str | None,
+    checkpoint_hooks: Sequence[CheckpointHooks] = (),
 ) -> Progress:
     """Collective. Load what a training starts from, and make the model the same on all ranks.
 
     Args:
         start: what `start_of_training` found on rank 0.
-        learning_rate_file: where the scores of the epochs are that a model was trained for elsewhere, if it has none itself.
+        checkpoint_hooks: load more, and know the scores of the epochs that a model without scores was trained for elsewhere.
 
     Raises:
         CheckpointError: what was asked for is not there, or a rank cannot read it.
-        DataError: the learning rate file is none.
+        DataError: what a plug-in reads is damaged.
     """
     if start.remark is not None:
         log.warning(start.remark)
@@ -253,15 +252,17 @@ def resume(
             f"model: training begins with epoch {progress.epoch + 1}: its first checkpoint replaces its model, and renames "
             f"those of later epochs, up to {checkpoints.at(later[-1]).model_file}, to *{ABANDONED}"
         )
-    if progress.epoch and not progress.history and learning_rate_file is not None:
-        path = Path(learning_rate_file)
-        records = on_rank_zero(comm, lambda: read_learning_rate_file(path) if path.exists() else [], name="learning_rate_file")
-        progress.history = [record for record in records if record.epoch <= progress.epoch]
-    fresh = start.checkpoint is None
-    loader.preload([preload for preload in parse_preloads(keys.preload_from_files) if preload.is_due(training=True, fresh=fresh)])
-    if fresh:
+    if progress.epoch and not progress.history:
+        progress.history = on_rank_zero(comm, lambda: _history(checkpoint_hooks, progress.epoch), name="history")
+    for hooks in checkpoint_hooks:
+        hooks.load(loader, is_training=True, is_fresh=start.checkpoint is None)
+    if start.checkpoint is None:
         loader.broadcast()
     return progress
+
+
+def _history(checkpoint_hooks: Sequence[CheckpointHooks], epoch: int) -> list[EpochRecord]:
+    return [record for hooks in checkpoint_hooks for record in hooks.history(epoch) if record.epoch <= epoch]
 
 
 def _load(
@@ -354,8 +355,8 @@ def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Se
         progress.current.fingerprints = []  # the batches may be others, too
 
 
-def load_trained(loader: Loader, start: StartingPoint, keys: StartKeys) -> Progress:
-    """Collective. Load a trained model without its optimizer; one that `preload_from_files` fills needs no checkpoint.
+def load_trained(loader: Loader, start: StartingPoint, keys: StartKeys, checkpoint_hooks: Sequence[CheckpointHooks]) -> Progress:
+    """Collective. Load a trained model without its optimizer; one that a plug-in fills needs no checkpoint.
 
     Args:
         start: what `start_of_task` found on rank 0.
@@ -367,6 +368,6 @@ def load_trained(loader: Loader, start: StartingPoint, keys: StartKeys) -> Progr
     if start.model_file is not None:
         progress = loader.load_model(start.model_file, start.epoch, as_function(keys.checkpoint_reader, "checkpoint_reader"))
         log.info(f"Loaded {start.model_file}.")
-    due = [preload for preload in parse_preloads(keys.preload_from_files) if preload.is_due(training=False, fresh=True)]
-    loader.preload(due, is_whole=start.model_file is None)
+    for hooks in checkpoint_hooks:
+        hooks.load(loader, is_training=False, is_fresh=start.model_file is None)
     return progress

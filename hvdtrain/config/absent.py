@@ -10,7 +10,8 @@ from typing import Any
 from hvdtrain.errors import ConfigError
 
 NAMES = {
-    "average": "average",
+    "average": "average average_checkpoints",
+    "cleanup": "cleanup_old_models",
     "combine": "MetaDataset MapDataset",
     "completion": "completion",
     "compute": "compute sync_batch_norm freeze_until_step torch_compile checkpoint_modules split_on_oom",
@@ -25,20 +26,26 @@ NAMES = {
     "init": "init",
     "inspect": "summary export",
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
+    "local_disk": "checkpoint_local",
     "packed": "Packed",
     "param_average": "param horovod_param_sync_step horovod_param_sync_time_diff horovod_param_sync_rule "
     "horovod_param_sync_delay horovod_param_sync_parts horovod_param_outer horovod_param_group horovod_param_start",
     "metrics": "torchmetrics",
     "optimizer_modes": "optimizer_modes",
     "other_trainer": "OtherTrainer",
+    "preload": "preload_from_files",
     "programs": "Average Best Result evaluate forward load_model train",
     "prove": "prove",
     "remote": "fsspec",
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
-    "search_output_file_format search_output_layer search_labels",
+    "search_output_file_format search_output_layer search_labels use_last_best_model",
     "several_optimizers": "several_optimizers",
     "sharded": "sharded torch_distributed.sharded",
+    "schedules": "newbob newbob_rel newbob_relative newbob_abs newbob_multi_epoch learning_rate_schedule min_learning_rate "
+    "learning_rate_control_relative_error_relative_lr learning_rate_control_min_num_epochs_per_new_lr newbob_learning_rate_decay "
+    "newbob_learning_rate_growth newbob_relative_error_threshold newbob_relative_error_div_by_old newbob_error_threshold "
+    "newbob_multi_num_epochs newbob_multi_update_interval newbob_relative_error_grow_threshold learning_rate_file",
     "speechbrain": "brain speechbrain",
     "speech": "KaldiFolder LhotseDataset LogMel SpecAugment SpeedPerturbation AddNoise Tokens",
     "streams": "IterableDataset",
@@ -48,7 +55,7 @@ NAMES = {
     "tensorflow": "tensorflow",
     "trace": "trace_sequences profile_steps",
     "transformers": "transformers_trainer transformers SavePretrained",
-    "trial": "dry_run find_batch_size find_learning_rate predict_ranks",
+    "trial": "dry_run find_batch_size find_learning_rate predict_ranks learning_rate_ramp",
     "watchdog": "watchdog_timeout",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }

@@ -17,10 +17,10 @@ from the command line.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from hvdtrain.errors import Problem, ProblemRule
 
@@ -185,6 +185,10 @@ class Sections:
         self._built = built
         self._values = values
 
+    def __iter__(self) -> Iterator[Any]:
+        """The valid sections."""
+        return (section for section in self._built.values() if section is not None)
+
     def get(self, kind: type[S]) -> S | None:
         """The section; None if it does not exist, or if one of its keys is invalid, which is already reported."""
         section: S | None = self._built.get(kind)
@@ -200,14 +204,33 @@ ALONE = Sections({})
 
 
 class Section:
-    """Base class of a group of keys."""
+    """Base class of a group of keys.
+
+    Attributes:
+        changes_results: of a plug-in's section: whether another value of its keys changes the results of a training.
+        dicts: by key that is a dict, the class with its entries.
+    """
+
+    changes_results = False
+    dicts: ClassVar[Mapping[str, type]] = {}
+
+    @property
+    def measures(self) -> Mapping[str, str | list[str] | None]:
+        """By key, the score that it names, or several of which the first existing one is used; None: it names none."""
+        return {}
+
+    @property
+    def compares_all_scores(self) -> str | None:
+        """The key by which the best epochs by each score are chosen, also by scores that no key names; None: no key does."""
+        return None
+
+    def changes_with(self, num_epochs: int) -> bool:
+        """Whether what its keys say is something else with another last epoch."""
+        return False
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         """Conflicts among the keys of this section, or with other sections; each ends up in a ConfigError."""
         return []
-
-    changes_results = False
-    """Whether another value of these keys changes the results of a training; of a plug-in's section."""
 
     def require_packages(self) -> None:
         """Check what a training, or a dry run of it, will import on rank 0, before data is opened. Raises: ConfigError."""

@@ -44,6 +44,9 @@ class Plugin:
             them: `start_up/ranks.py`.
         reducers: by the value of the key `horovod_reduce_type`, a class of `EpochSync` with its `keys`.
         compressions: by the value of the key `horovod_compression`, a `Compression`.
+        rate_controls: by the value of the key `learning_rate_control`, a function of the settings that returns a `RateControl`.
+        rate_factors: by any name, a function of the settings that returns a function of the numbers of steps and of epochs done,
+            a factor on the learning rate; or None.
         schedulers: by the value of `submit --scheduler`, a `Scheduler`.
         tasks: by the value of the key `task`, a function of the settings.
         commands: by the word after `python -m hvdtrain`, a line of help, and the module whose `main(arguments)` runs it.
@@ -54,6 +57,8 @@ class Plugin:
             returns a context manager, open until the training ends, of a `StepRecorder`, or of None.
         writers: by any name, a function of the settings that returns what makes an `OutputWriter` for the tasks forward and
             search, or None.
+        checkpoint_hooks: by any name, a function of the settings that returns `CheckpointHooks`: what is done with the model
+            and the checkpoints of a job when it opens, loads and saves; or None.
         final_models: by any name, a function of the settings, the session and the step log, which all ranks call after the last
             epoch: it makes and evaluates other models of the training, and returns an `Average` for each.
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
@@ -87,6 +92,8 @@ class Plugin:
     transports: Mapping[str, str] = field(default_factory=dict)
     reducers: Mapping[str, str] = field(default_factory=dict)
     compressions: Mapping[str, str] = field(default_factory=dict)
+    rate_controls: Mapping[str, str] = field(default_factory=dict)
+    rate_factors: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, str] = field(default_factory=dict)
     tasks: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -94,6 +101,7 @@ class Plugin:
     reporters: Mapping[str, str] = field(default_factory=dict)
     recorders: Mapping[str, str] = field(default_factory=dict)
     writers: Mapping[str, str] = field(default_factory=dict)
+    checkpoint_hooks: Mapping[str, str] = field(default_factory=dict)
     final_models: Mapping[str, str] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)
     savers: Mapping[str, str] = field(default_factory=dict)

@@ -7,7 +7,7 @@ A new 16-bit type is a line in the table, if the transports can send it. Any oth
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -72,8 +72,6 @@ class CompressionKeys(Section):
         names=("horovod_compression_rank", "torch_distributed.compression_rank"),
     )
 
-    dicts: ClassVar[Mapping[str, type]] = {}
-    """By key that is a dict, the class with its entries."""
     only: ClassVar[tuple[str, ...]] = ()
     """The fields that mean nothing to another reducer, and conflict with it."""
 

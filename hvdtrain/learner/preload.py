@@ -1,4 +1,4 @@
-"""Parameters from other models' files: the requests of the key `preload_from_files` (checkpoint/preload.py) to a learner."""
+"""Parameters from other models' files: the requests of the key `preload_from_files` (plug-in preload) to a learner."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The learning rate of an epoch (`rates`) and of a step (`steps`), its file (`file`); scores and stopping."""
+"""The learning rate of an epoch (`rates`), scores, and stopping."""

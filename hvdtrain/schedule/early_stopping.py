@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.config.keys import Section, key, not_negative, positive
@@ -27,6 +27,10 @@ class EarlyStoppingKeys(Section):
     stop_on_nonfinite_train_score: bool = key(
         True, "end with an error when a training loss is not finite, reporting rank, step, sequences and parameters"
     )
+
+    @property
+    def measures(self) -> Mapping[str, str | list[str] | None]:
+        return {"early_stopping_measure": self.early_stopping_measure}
 
 
 def early_stop_reason(keys: EarlyStoppingKeys, history: Sequence[EpochRecord], measure: Measure) -> str | None:

@@ -255,7 +255,7 @@ def unclear_scores(history: Sequence[EpochRecord], higher: Collection[str]) -> l
 def wrong_directions(
     history: Sequence[EpochRecord],
     measures: Mapping[str, str | Sequence[str] | None],
-    keeps_best: bool,
+    all_scores: Sequence[str],
     higher: Collection[str],
     origins: Mapping[str, str],
 ) -> list[Problem]:
@@ -263,13 +263,13 @@ def wrong_directions(
 
     Args:
         measures: by key, the name of a score, or several of which the first existing one is used.
-        keeps_best: whether cleanup_old_models keeps the best models, by each score.
+        all_scores: keys by which the best epochs by each score are chosen.
         origins: by key, where it is set.
     """
     unclear = unclear_scores(history, higher)
     used = {key: error_key(history[-1].scores, wanted_of(measure)) for key, measure in measures.items() if measure and history}
-    if keeps_best and unclear:
-        used["cleanup_old_models"] = next((name for name in unclear if not name.startswith("train_")), unclear[0])
+    if unclear:
+        used |= dict.fromkeys(all_scores, next((name for name in unclear if not name.startswith("train_")), unclear[0]))
     return [
         Problem.of(
             "missing",

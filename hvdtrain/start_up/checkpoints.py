@@ -1,4 +1,4 @@
-"""Where the checkpoints of a job are: in the folder of the key `model`, on a local disk, and on object storage."""
+"""Where the checkpoints of a job are, in the folder of the key `model` and on object storage; and what plug-ins do with them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from hvdtrain.checkpoint.folder import CheckpointFolder, MirrorProtocol, folder_of
-from hvdtrain.checkpoint.local import LocalDisk, local_prefix
+from hvdtrain.checkpoint.hooks import CheckpointHooks
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.plugins import Registry
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.settings import Settings
 
+CHECKPOINT_HOOKS: Registry[Callable[[Settings], CheckpointHooks | None]] = Registry("checkpoint_hooks")
+"""Those of plug-ins."""
+
+
+def checkpoint_hooks_of(settings: Settings) -> list[CheckpointHooks]:
+    """What plug-ins do with the model and the checkpoints of a job."""
+    return [hooks for make in CHECKPOINT_HOOKS.values() if (hooks := make(settings)) is not None]
+
 
 def checkpoint_folder(settings: Settings) -> CheckpointFolder:
     framework = FRAMEWORKS[settings.run.backend]
     return folder_of(framework, Path(settings.run.model), settings.saving.checkpoint_format, mirror_of(settings))
-
-
-def local_disk(settings: Settings, checkpoints: CheckpointFolder) -> LocalDisk | None:
-    """Where checkpoints are written first, if not to the model's folder."""
-    saving = settings.saving
-    if saving.checkpoint_local is None:
-        return None
-    prefix = local_prefix(saving.checkpoint_local, Path(settings.run.model))
-    disk = folder_of(FRAMEWORKS[settings.run.backend], prefix, saving.checkpoint_format)
-    return LocalDisk(disk, checkpoints, is_awaited=not saving.save_in_background)
 
 
 def fetch_needed_models(
@@ -34,9 +32,9 @@ def fetch_needed_models(
     checkpoints: CheckpointFolder,
     needed: Callable[[Collection[tuple[int, float]]], Collection[tuple[int, float]]],
 ) -> None:
-    """Collective. Fetch from `checkpoint_mirror` what averages may need, and the best model within an epoch."""
+    """Collective. Fetch from `checkpoint_mirror` what plug-ins need, and the best model within an epoch."""
     mirror = mirror_of(settings)
-    if mirror is not None and (settings.saving.average_checkpoints or settings.evaluation.serves("best_model")):
+    if mirror is not None:
         mirror.fetch_models(comm, checkpoints, needed)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,15 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain.checkpoint.average_rules import Averages, parse_averages
 from hvdtrain.checkpoint.changed_keys import changed_key_lines
-from hvdtrain.checkpoint.cleanup import parse_rule
 from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.hooks import CheckpointHooks, DiskProtocol, constants_of
 from hvdtrain.checkpoint.kept_models import KeptModels
 from hvdtrain.checkpoint.loader import Loader
-from hvdtrain.checkpoint.local import LocalDisk, copy_newest
 from hvdtrain.checkpoint.lock import lock_model, other_locks
-from hvdtrain.checkpoint.preload import constant_preloads, load_preloads
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.checkpoint.start import (
@@ -56,13 +53,12 @@ from hvdtrain.runtime.records import claim_records
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import SECONDS_TO_END, Watchdog
 from hvdtrain.settings import Settings
-from hvdtrain.start_up.checkpoints import checkpoint_folder, fetch_needed_models, local_disk, mirror_of
+from hvdtrain.start_up.checkpoints import checkpoint_folder, checkpoint_hooks_of, fetch_needed_models, mirror_of
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
 from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.goodput import job_began
 from hvdtrain.start_up.ranks import open_communicator, threads
 from hvdtrain.start_up.sigterm import act_on_sigterm
-from hvdtrain.training.best_start import BestStart
 from hvdtrain.training.session import Session
 
 Purpose = Literal["train", "dry_run", "evaluate", "forward", "export", "load", "statistics", "measure"]
@@ -175,44 +171,46 @@ def _open(
     launcher.leave_checks([feed.files for feed in feeds if feed.files is not None])
     watchdog.beat("looking for a checkpoint")
     checkpoints = checkpoint_folder(settings)
-    local = local_disk(settings, checkpoints)
-    _fetch_checkpoint(settings, purpose, comm, checkpoints, local)
+    checkpoint_hooks = [] if purpose == "statistics" else checkpoint_hooks_of(settings)  # those of a file as it is
+    disk = next((disk for hooks in checkpoint_hooks if (disk := hooks.disk(checkpoints)) is not None), None)
+    _fetch_checkpoint(settings, purpose, comm, checkpoints, checkpoint_hooks)
     start = StartingPoint()  # a measurement loads nothing
     position = NEW
     if purpose != "measure":
-        start, position = on_rank_zero(comm, lambda: _find_start(settings, purpose, checkpoints), name="start")
+        start, position = on_rank_zero(comm, lambda: _find_start(settings, purpose, checkpoints, checkpoint_hooks), name="start")
     watchdog.beat("building the model")
     if purpose in WITH_TRAINED:  # the model's file has the average over time
         settings = replace(settings, learner=replace(settings.learner, ema_decay=None))
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
-    learner = together(comm, lambda: build_learner(settings, reducer.gradients, comm, writer, position), name="build_learner")
+    learner = together(
+        comm, lambda: build_learner(settings, reducer.gradients, comm, checkpoint_hooks, writer, position), name="build_learner"
+    )
     if purpose in ("train", "dry_run") and comm.size > 1:
         check_models(settings, comm, learner)
     watchdog.beat("loading and sharing the weights")
     checkpoints.num_pretrain_epochs = learner.state.num_pretrain_epochs
     best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
-    averages = Averages(parse_averages(settings.saving.average_checkpoints), settings.measure)
-    cleanup = parse_rule(settings.saving.cleanup_old_models, settings.scoring.higher_is_better)
     loader = Loader(comm, learner.state, reducer.sync, checkpoints)
+    kept = KeptModels(checkpoints, best, checkpoint_hooks)
     saver = Saver(
         comm,
         learner.state,
         reducer.sync,
         checkpoints,
         feeds[0].distribution if feeds else "shard",
-        KeptModels(checkpoints, cleanup, averages, best),
-        _background(settings, learner.state, stack),
-        local,
+        kept,
+        _background(settings, learner.state, disk, stack),
+        disk,
     )
     progress = Progress()
     if purpose in ("train", "dry_run"):
-        progress = _resume(settings, comm, loader, checkpoints, start, learner)
-        fetch_needed_models(settings, comm, checkpoints, partial(averages.needed, best.records(progress)))
+        progress = _resume(settings, comm, loader, start, checkpoint_hooks)
+        fetch_needed_models(settings, comm, checkpoints, partial(kept.needed, progress))
         watchdog.beat("comparing the data with that of the checkpoint")
         check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
     elif purpose in WITH_TRAINED:
-        progress = load_trained(loader, start, settings.start)
+        progress = load_trained(loader, start, settings.start, checkpoint_hooks)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
     if purpose != "measure" and settings.start.load_model_post_hooks:
         hooks = settings.start.load_model_post_hooks
@@ -220,10 +218,11 @@ def _open(
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             loader.broadcast()
     epochs = open_epochs(settings, comm, learner, watchdog, stack, progress.current, purpose == "train")
-    rule = settings.last_best.rule if purpose == "train" else None
-    best_start = None if rule is None else BestStart(rule, settings.measure, saver, loader, checkpoints, learner.state)
     goodput = Goodput(timer)
-    return Session(comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, goodput, best_start)
+    of_epochs = checkpoint_hooks if purpose == "train" else []
+    return Session(
+        comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, goodput, loader, of_epochs
+    )
 
 
 def _require_packages(settings: Settings) -> None:
@@ -232,22 +231,27 @@ def _require_packages(settings: Settings) -> None:
         section.require_packages()
 
 
-def _find_start(settings: Settings, purpose: Purpose, checkpoints: CheckpointFolder) -> tuple[StartingPoint, tuple[int, int]]:
+def _find_start(
+    settings: Settings, purpose: Purpose, checkpoints: CheckpointFolder, checkpoint_hooks: Sequence[CheckpointHooks]
+) -> tuple[StartingPoint, tuple[int, int]]:
     """On rank 0, what to load, and the epoch and the step that get_model is called with. Raises: CheckpointError."""
-    start = (start_of_task if purpose in WITH_TRAINED else start_of_training)(settings.start, checkpoints)
+    if purpose in WITH_TRAINED:
+        start = start_of_task(settings.start, checkpoints, any(hooks.fills_model() for hooks in checkpoint_hooks))
+    else:
+        start = start_of_training(settings.start, checkpoints)
     read_progress = FRAMEWORKS[settings.run.backend].read_progress
     return start, NEW if read_progress is None else position_of_model(start, settings.start, checkpoints, read_progress)
 
 
 def _resume(
-    settings: Settings, comm: Communicator, loader: Loader, checkpoints: CheckpointFolder, start: StartingPoint, learner: Learner
+    settings: Settings, comm: Communicator, loader: Loader, start: StartingPoint, checkpoint_hooks: Sequence[CheckpointHooks]
 ) -> Progress:
     """Collective. Load what a training starts from. Raises: CheckpointError."""
-    state = learner.state
+    state = loader.state
     every = settings.saving.running_average
     if every is not None and comm.rank == 0:
         state.running = RunningAverage(every, state.trained_values, new_save_id())
-    progress = resume(comm, loader, checkpoints, start, settings.start, settings.schedule.learning_rate_file)
+    progress = resume(comm, loader, loader.checkpoints, start, settings.start, checkpoint_hooks)
     progress.history = [
         replace(record, scores={state.score_name(name): score for name, score in record.scores.items()})
         for record in progress.history
@@ -283,9 +287,9 @@ def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: Exit
     return watchdog
 
 
-def _background(settings: Settings, state: StateBase, stack: ExitStack) -> ThreadPoolExecutor | None:
+def _background(settings: Settings, state: StateBase, disk: DiskProtocol | None, stack: ExitStack) -> ThreadPoolExecutor | None:
     """The thread that writes or copies checkpoints, if the config asks for it."""
-    if not settings.saving.save_in_background and settings.saving.checkpoint_local is None:
+    if not settings.saving.save_in_background and disk is None:
         return None
     stack.callback(state.close)  # after the thread, which is the next callback
     background = ThreadPoolExecutor(1, "saving")
@@ -326,6 +330,7 @@ def build_learner(
     settings: Settings,
     gradient_exchange: GradientExchange,
     comm: Communicator,
+    checkpoint_hooks: Sequence[CheckpointHooks] = (),
     writer: BackgroundSaver | None = None,
     position: tuple[int, int] = NEW,
 ) -> Learner:
@@ -334,7 +339,6 @@ def build_learner(
     Args:
         position: the epoch and the step that get_model is called with.
     """
-    constant = constant_preloads(settings.start.preload_from_files)
     framework = FRAMEWORKS[settings.run.backend]
     if writer is None and settings.run.backend in SAVERS:
         writer = SAVERS[settings.run.backend](False)
@@ -345,7 +349,7 @@ def build_learner(
         seed=settings.run.random_seed,
         precision=replace(settings.precision.precision(), narrow_gradients=settings.reduce.has_narrow_range and comm.size > 1),
         bucket_bytes=comm.bucket_bytes,
-        constants=partial(load_preloads, constant) if constant else None,
+        constants=constants_of(checkpoint_hooks),
         model_format=settings.saving.checkpoint_format or framework.suffix,
         saver=writer,
         position=position,
@@ -379,15 +383,18 @@ def check_models(settings: Settings, comm: Communicator, learner: Learner) -> No
 
 
 def _fetch_checkpoint(
-    settings: Settings, purpose: Purpose, comm: Communicator, checkpoints: CheckpointFolder, local: LocalDisk | None
+    settings: Settings,
+    purpose: Purpose,
+    comm: Communicator,
+    checkpoints: CheckpointFolder,
+    checkpoint_hooks: Sequence[CheckpointHooks],
 ) -> None:
-    """Collective. Fetch the newest checkpoint from `checkpoint_local`, if a training continues from it, and from
+    """Collective. Fetch the newest checkpoint from where plug-ins keep it, if a training continues from it, and from
     `checkpoint_mirror`, unless the job starts with another model."""
     other_model = settings.start.load is not None and purpose in WITH_TRAINED  # a training ignores it if there is a checkpoint
     if settings.start.start_epoch != "auto" or other_model or purpose == "measure":
         return
-    if purpose == "train":
-        copy_newest(comm, checkpoints, local)
-    mirror = mirror_of(settings)
-    if mirror is not None:
+    for hooks in checkpoint_hooks if purpose == "train" else ():
+        hooks.fetch(comm, checkpoints)
+    if (mirror := mirror_of(settings)) is not None:
         mirror.fetch_newest(comm, checkpoints)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
 from hvdtrain.checkpoint.progress import Progress
+from hvdtrain.config.plugins import Registry
 from hvdtrain.config.references import as_function
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.learner.steps import StepsPerUpdate, steps_per_update
@@ -13,10 +15,13 @@ from hvdtrain.runtime import log
 from hvdtrain.schedule.early_stopping import early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import negate_higher
-from hvdtrain.schedule.rates import as_rate, epoch_learning_rate, nan_line
+from hvdtrain.schedule.rates import CONTROLS, as_rate, epoch_learning_rate, listed_rates
 from hvdtrain.settings import Settings
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.session import Epochs
+
+RATE_FACTORS: Registry[Callable[[Settings], Callable[[int, float], float] | None]] = Registry("rate_factors")
+"""Of plug-ins, functions that make a factor on the learning rate, of (steps done, epochs done); None: it stays."""
 
 ACCUMULATION = "accum_grad_multiple_step"
 
@@ -52,8 +57,9 @@ def open_limits(settings: Settings, epochs: Epochs) -> TrainingLimits:
 def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
     """The learning rate of an epoch and of a step. A rate for one epoch only has the effect of an entry in `learning_rates`."""
     dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
-    schedule = settings.step_schedule
-
+    rates = settings.schedule
+    control = CONTROLS[rates.learning_rate_control](settings)
+    factors = [factor for make in RATE_FACTORS.values() if (factor := make(settings)) is not None]
     changes_within = settings.evaluation.serves("learning_rate")
 
     def epoch_rate(epoch: int, progress: Progress) -> float:
@@ -62,9 +68,9 @@ def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
             return float(rate)
         records: list[EpochRecord] = progress.records if changes_within else progress.history
         errors = negate_higher(records, settings.scoring.higher_is_better)
-        if (line := nan_line(settings.schedule, settings.newbob, epoch, errors)) is not None:
+        if control is not None and epoch not in listed_rates(rates) and (line := control.warning(epoch, errors)) is not None:
             log.warning(line)
-        return epoch_learning_rate(settings.schedule, settings.newbob, epoch, errors)
+        return epoch_learning_rate(rates, control, epoch, errors)
 
     def step_rate(step: int, epoch_continuous: float, epoch_rate: float) -> float:
         rate = epoch_rate
@@ -78,8 +84,8 @@ def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
                     learning_rate=epoch_rate,
                 ),
             )
-        elif schedule is not None:
-            rate *= schedule.factor(step, epoch_continuous)
+        for factor in factors:
+            rate *= factor(step, epoch_continuous)
         return scale_learning_rate(rate, settings.reduce.learning_rate_scale, size)
 
     return Rates(epoch_rate, step_rate, epoch_rate if changes_within else None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hvdtrain.checkpoint.average_rules import average_measures
-from hvdtrain.checkpoint.cleanup import parse_rule
 from hvdtrain.errors import ConfigError, Problem
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import missing_scores, wrong_directions
@@ -37,15 +35,10 @@ def wrong_scores(settings: Settings, history: list[EpochRecord], *, is_saved: bo
 
 def wrong_directions_of(settings: Settings, history: list[EpochRecord]) -> list[Problem]:
     """Problems with keys that take the worst of the finished epochs for the best one."""
-    rule = parse_rule(settings.saving.cleanup_old_models)
-    keeps_best = rule is not None and rule.keep_best_n > 0
-    return wrong_directions(history, measures_of(settings), keeps_best, settings.scoring.higher_is_better, settings.origins)
+    all_scores = [key for section in settings.sections.values() if (key := section.compares_all_scores) is not None]
+    return wrong_directions(history, measures_of(settings), all_scores, settings.scoring.higher_is_better, settings.origins)
 
 
 def measures_of(settings: Settings) -> dict[str, str | list[str] | None]:
     """The scores that keys name, by key."""
-    return {
-        "early_stopping_measure": settings.ending.early_stopping_measure,
-        "learning_rate_control_error_measure": settings.newbob.learning_rate_control_error_measure,
-        **average_measures(settings.saving.average_checkpoints),
-    }
+    return {key: measure for section in settings.sections.values() for key, measure in section.measures.items()}

@@ -21,8 +21,7 @@ def overfit_settings(settings: Settings) -> Settings:
         settings,
         run=replace(settings.run, model=str(prefix.parent / "overfit" / prefix.name)),
         start=replace(settings.start, start_epoch=1),
-        schedule=replace(settings.schedule, learning_rate_file=None),
-        saving=replace(settings.saving, average_checkpoints=None, checkpoint_mirror=None),
+        saving=replace(settings.saving, checkpoint_mirror=None),
     )
 
 

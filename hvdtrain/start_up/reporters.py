@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 
 from hvdtrain.comm.base import together
 from hvdtrain.config.plugins import Registry
@@ -17,7 +16,6 @@ from hvdtrain.report.steps import Reporters
 from hvdtrain.report.table import GrowingTable, epoch_table
 from hvdtrain.runtime import log
 from hvdtrain.runtime.notebook import is_notebook
-from hvdtrain.schedule.file import LearningRateFile, epoch_meta, epoch_rate
 from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclear_line
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
@@ -51,9 +49,6 @@ def _own_reporters(settings: Settings, session: Session) -> Reporters:
     reporters: list[Reporter] = [epochs, Rows(session, settings.run.num_epochs), best]
     if is_notebook():
         reporters.append(GrowingTable(lambda: table_of(session)))
-    if settings.schedule.learning_rate_file is not None:
-        path = Path(settings.schedule.learning_rate_file)
-        reporters.append(LearningRateFile(path, progress.history, epoch_meta, epoch_rate))
     evaluations = EvaluationLines(folder / "evaluations.jsonl")
     evaluations.go_on({record.step for record in progress.evaluations})
     return Reporters(reporters, [steps.step], evaluations=[evaluations.evaluation, best.evaluation])

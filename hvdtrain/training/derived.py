@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hvdtrain.checkpoint.average_rules import average_measures
-from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
+from hvdtrain.checkpoint.keys import SavingKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys
 from hvdtrain.config.check import unsupported_keys
 from hvdtrain.config.convert import signature_error
@@ -24,10 +23,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.schedule.early_stopping import EarlyStoppingKeys
 from hvdtrain.schedule.measure import FALLBACK, wanted_of
-from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys
-from hvdtrain.schedule.steps import StepSchedule, make_schedule
 from hvdtrain.training.run_keys import RunKeys
 
 
@@ -68,13 +64,6 @@ def framework_problems(built: Mapping[type, Any]) -> list[Problem]:
             "needs-backend",
             f"checkpoint_format: expected {wanted} with backend {run.backend!r}, got {saving.checkpoint_format!r}",
         )
-    preloads = built[StartKeys].preload_from_files if built[StartKeys] is not None else {}
-    for name, entry in preloads.items() if "constant parameters" not in features else ():
-        if isinstance(entry, dict) and entry.get("init_for_train") == "always":
-            where = f"preload_from_files.{name}.init_for_train"
-            problems += problem(
-                "needs-backend", f"{where}: expected {_with_feature('constant parameters')} for 'always', got {run.backend!r}"
-            )
     compression = COMPRESSIONS.get(reduce.compression or "")
     if compression is not None and compression.narrow is None and "computed compression" not in features:
         wanted = _with_feature("computed compression")
@@ -92,14 +81,6 @@ def framework_problems(built: Mapping[type, Any]) -> list[Problem]:
 
 def _with_feature(feature: Feature) -> str:
     return f"backend = {backends_with(feature)}"
-
-
-def _step_schedule(sections: Sections, source: Source) -> tuple[StepSchedule | None, list[Problem]]:
-    """How the learning rate changes from step to step; None: it stays the same."""
-    keys, run = sections.get(ScheduleKeys), sections.get(RunKeys)
-    if keys is None or run is None:
-        return None, []
-    return make_schedule(keys.learning_rate_schedule, run.num_epochs)
 
 
 def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ...], list[Problem]]:
@@ -140,16 +121,10 @@ def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[P
 
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:
     """Problems with keys that name a score of a dataset that is not given. The names of losses are only known after an epoch."""
-    run, ending, newbob = sections.get(RunKeys), sections.get(EarlyStoppingKeys), sections.get(NewbobKeys)
-    saving = sections.get(SavingKeys)
+    run = sections.get(RunKeys)
     if run is None or run.task not in ("train", "dry_run", "find_batch_size") or not specs:
         return []
-    measures: dict[str, str | list[str] | None] = {
-        "early_stopping_measure": None if ending is None else ending.early_stopping_measure,
-        "learning_rate_control_error_measure": None if newbob is None else newbob.learning_rate_control_error_measure,
-    }
-    if saving is not None and not saving.problems():
-        measures |= average_measures(saving.average_checkpoints)
+    measures = {key: measure for section in sections for key, measure in section.measures.items()}
     possible = [f"{spec.name}_loss_" for spec in specs]
     return [
         Problem.of(
@@ -205,7 +180,6 @@ def _outside_datasets(sections: Sections, source: Source) -> tuple[Mapping[str, 
 
 
 DERIVED: dict[str, Callable[[Sections, Source], tuple[Any, list[Problem]]]] = {
-    "step_schedule": _step_schedule,
     "datasets": _datasets,
     "forward": _forward_data,
     "expected": _expected_data,

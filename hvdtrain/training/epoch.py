@@ -66,8 +66,8 @@ def plan_epoch(session: Session, feed: Feed, rates: Rates, current: EpochProgres
     number = current.epoch
     step = session.progress.step
     watchdog = session.watchdog
-    if session.best_start is not None and not current.fingerprints:  # it begins
-        session.best_start.load(number, session.progress)
+    for hooks in session.checkpoint_hooks if not current.fingerprints else ():  # it begins
+        hooks.begin_epoch(number, session.progress, session.saver, session.loader)
     planned = rates.epoch_rate(number, session.progress)
     learning_rate = planned if current.learning_rate is None else current.learning_rate
     watchdog.beat(f"epoch {number}, planning", "planning")

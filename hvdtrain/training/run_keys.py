@@ -24,7 +24,6 @@ TASKS: Registry[Callable[[Any], Any]] = Registry(
     {
         "train": "hvdtrain.run:train",
         "eval": "hvdtrain.tasks.tasks:evaluate_all",
-        "cleanup_old_models": "hvdtrain.tasks.tasks:clean_up_all",
     },
 )
 """By value of the key `task`, the function that runs it with the `Settings`; imported when it is called."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hvdtrain.checkpoint.hooks import CheckpointHooks
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.progress import BestModel, Progress
 from hvdtrain.checkpoint.saver_base import SaverBase
 from hvdtrain.comm.base import Communicator
@@ -17,7 +19,6 @@ from hvdtrain.runtime.goodput import Goodput
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.training.best_start import BestStart
 from hvdtrain.training.flops import FlopRate
 
 StepRecorder = Callable[[int, int, Array], None]
@@ -51,7 +52,8 @@ class Session:
         progress: how far the model has been trained.
         epochs: the keys and datasets that change with the epoch.
         goodput: measures where the seconds of the training go.
-        best_start: loads the best model before an epoch; None: every epoch continues with the last one.
+        loader: loads models into that of the job.
+        checkpoint_hooks: what plug-ins do with the model and the checkpoints.
         flops: estimates the floating-point operations of epochs; None: they are not reported.
     """
 
@@ -67,5 +69,6 @@ class Session:
     progress: Progress
     epochs: Epochs
     goodput: Goodput
-    best_start: BestStart | None = None
+    loader: Loader
+    checkpoint_hooks: Sequence[CheckpointHooks] = ()
     flops: FlopRate | None = None

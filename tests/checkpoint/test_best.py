@@ -10,7 +10,6 @@ import torch
 from documented import first_example
 from launching import TOY, faults, hvdtrain, refused
 
-from hvdtrain.checkpoint.cleanup import CleanupRule
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.progress import BestModel, best_position
 from hvdtrain.errors import CheckpointError, ConfigError
@@ -18,8 +17,7 @@ from hvdtrain.plugins.trial.dry_run import dry_run
 from hvdtrain.run import train
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.measure import Measure, best_of, missing_scores, negate_higher
-from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate, nan_line
+from hvdtrain.schedule.measure import Measure, best_of, missing_scores
 from hvdtrain.settings import Settings, read_settings
 
 
@@ -71,40 +69,6 @@ def test_scores_that_are_not_numbers_end_a_training_early() -> None:
     assert early_stop_reason(keys, history_of(nan, nan, nan), measure) == told
 
 
-def test_newbob_says_where_it_cannot_compare() -> None:
-    keys = ScheduleKeys(learning_rate_control="newbob", learning_rate=0.1)
-    named = NewbobKeys(learning_rate_control_error_measure="dev_loss_bleu", newbob_multi_num_epochs=2)
-    kept = "newbob: dev_loss_bleu of epoch 2 is not a number: epoch {} keeps the learning rate"
-    assert nan_line(keys, named, 3, history_of(30.0, nan)) == kept.format(3)
-    assert nan_line(keys, named, 4, history_of(30.0, nan, 20.0)) == kept.format(4)
-    assert epoch_learning_rate(keys, named, 4, history_of(30.0, nan, 20.0)) == 0.1
-    assert nan_line(keys, named, 5, history_of(30.0, nan, 20.0, 20.0)) is None
-    several = ScheduleKeys(learning_rate_control="newbob_multi_epoch", learning_rate=0.1)
-    told = "newbob_multi_epoch: dev_loss_bleu of epoch 1, 2 is not a number: epoch 4 keeps the learning rate"
-    assert nan_line(several, named, 4, history_of(nan, nan, 20.0)) == told
-    assert nan_line(ScheduleKeys(learning_rate=0.1), named, 3, history_of(30.0, nan)) is None
-
-
-def test_newbob_of_a_score_that_rises() -> None:
-    keys = ScheduleKeys(learning_rate_control="newbob", learning_rate=0.8)
-    named = NewbobKeys(learning_rate_control_error_measure="dev_loss_bleu")
-
-    def rate(*scores: float, higher: tuple[str, ...] = ("bleu",)) -> float:
-        history = [EpochRecord(one.epoch, 0.8, one.scores) for one in history_of(*scores)]
-        return epoch_learning_rate(keys, named, len(scores) + 1, negate_higher(history, higher))
-
-    assert rate(20.0, 30.0) == 0.8, "it is better"
-    assert rate(30.0, 20.0) == 0.4
-    assert rate(20.0, 30.0, higher=()) == 0.4
-
-
-def test_a_model_whose_score_is_not_a_number_is_none_of_the_best() -> None:
-    rule = CleanupRule(keep_last_n=1, keep_best_n=2, keep=[])
-    for values, expected in (((nan, 9.0, 2.0, 3.0), [3, 4]), ((nan, 9.0, nan, nan), [2, 4]), ((nan, nan, nan, nan), [4])):
-        scores = {epoch: {"dev_loss_ce": value} for epoch, value in enumerate(values, start=1)}
-        assert list(rule.epochs_to_keep(scores, scores)) == expected
-
-
 def test_an_evaluation_without_a_number_is_a_warning_and_never_the_best(corpus: Path, tmp_path: Path) -> None:
     """The score is not a number in epoch 2."""
     measure = {"learning_rate_control_error_measure": "dev_loss_quality_error", "learning_rate_control": "newbob"}
@@ -116,16 +80,6 @@ def test_an_evaluation_without_a_number_is_a_warning_and_never_the_best(corpus: 
     assert "newbob: dev_loss_quality_error of epoch 2 is not a number: epoch 3 keeps the learning rate" in ended.out
     assert (best_in(tmp_path)["epoch"], best_in(tmp_path)["measure"]) == (3, "dev_loss_quality_error")
     assert "epoch 2 is the best" not in ended.out
-
-
-def test_the_best_models_by_a_score_that_rises_are_kept() -> None:
-    scores = {one.epoch: one.scores for one in history_of(1.0, 9.0, 2.0, 3.0)}
-    rule = CleanupRule(keep_last_n=1, keep_best_n=1, keep=[], higher_is_better=["bleu"])
-    assert rule.epochs_to_keep(scores, scores) == {2: ["best dev_loss_bleu"], 4: ["last"]}
-    assert CleanupRule(1, 1, []).epochs_to_keep(scores, scores) == {1: ["best dev_loss_bleu"], 4: ["last"]}
-    ignoring = CleanupRule(1, 1, [], ignore_score_keys=["dev_loss_bleu"])
-    assert ignoring.epochs_to_keep(scores, scores) == {4: ["last"]}
-    assert CleanupRule(1, 0).epochs_to_keep(range(1, 10), {}) == {4: ["pattern"], 5: ["pattern"], 8: ["pattern"], 9: ["last"]}
 
 
 def test_scores_that_no_epoch_has_are_told_with_those_that_there_are() -> None:

@@ -12,14 +12,13 @@ import torch
 from launching import TOY
 
 import hvdtrain
-from hvdtrain.checkpoint.cleanup import CleanupRule, parse_rule
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.keys import StartKeys
 from hvdtrain.checkpoint.start import StartingPoint, start_of_training
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
+from hvdtrain.plugins.schedules.file import read_learning_rate_file
 from hvdtrain.run import train
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
-from hvdtrain.schedule.file import read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
 from hvdtrain.settings import read_settings
@@ -251,33 +250,6 @@ def test_save_interval_and_cleanup(corpus: Path, tmp_path: Path) -> None:
         "steps.jsonl",
         "summary.json",
     ]
-
-
-# What RETURNN keeps of epochs 1 to n with the scores below.
-KEPT = [
-    (10, {}, [3, 4, 5, 7, 8, 9, 10]),
-    (10, {"keep_last_n": 1, "keep_best_n": 1}, [4, 5, 8, 10]),
-    (24, {}, [5, 10, 15, 20, 21, 22, 23, 24]),
-    (50, {}, [5, 10, 20, 37, 40, 42, 47, 48, 49, 50]),
-    (100, {}, [5, 10, 20, 37, 40, 69, 74, 80, 97, 98, 99, 100]),
-    (101, {"keep_last_n": 1, "keep_best_n": 1}, [20, 40, 80, 101]),
-    (240, {"keep_last_n": 1, "keep_best_n": 1}, [20, 40, 80, 101, 160, 240]),
-    (480, {}, [20, 40, 80, 101, 160, 202, 303, 320, 404, 477, 478, 479, 480]),
-]
-
-
-@pytest.mark.parametrize(("last", "options", "kept"), KEPT)
-def test_cleanup_keeps_what_returnn_keeps(last: int, options: dict[str, int], kept: list[int]) -> None:
-    epochs = range(1, last + 1)
-    scores = {epoch: {"dev_loss_ce": (epoch * 7919 % 101) / 101, "train_loss_ce": 1 / epoch} for epoch in epochs}
-    assert list(CleanupRule(**options).epochs_to_keep(epochs, scores)) == kept
-
-
-def test_mistakes_in_cleanup_are_told_together() -> None:
-    assert parse_rule(False) is None
-    with pytest.raises(ConfigError) as caught:
-        parse_rule({"keep_last": 3, "keep_best_n": -1, "keep": 4})
-    assert len(caught.value.problems) == 3
 
 
 def test_early_stopping() -> None:

@@ -34,6 +34,7 @@ from hvdtrain.errors import ConfigError, LaunchError, Problem
 from hvdtrain.help import explanation
 from hvdtrain.plugins.report.__main__ import parser as report_parser
 from hvdtrain.plugins.returnn.names import UNSUPPORTED
+from hvdtrain.plugins.schedules.keys import NewbobKeys
 from hvdtrain.plugins.submit.__main__ import parser as submit_parser
 from hvdtrain.settings import DATASET_SECTIONS, Settings, all_keys, read_settings, with_datasets
 from hvdtrain.start_up.effective import effective_keys
@@ -334,9 +335,12 @@ def test_an_override_that_nobody_reads_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_other_names_of_returnn_for_a_key(tmp_path: Path) -> None:
-    assert settings(tmp_path, "learning_rate_decay = 0.7\n").newbob.newbob_learning_rate_decay == 0.7
-    assert settings(tmp_path, learning_rate_growth="1.5").newbob.newbob_learning_rate_growth == 1.5
-    assert settings(tmp_path, "learning_rate_decay = 0.7\n", learning_rate_decay="0.8").newbob.newbob_learning_rate_decay == 0.8
+    def newbob(*args: str, **overrides: str) -> NewbobKeys:
+        return settings(tmp_path, *args, **overrides).of(NewbobKeys)
+
+    assert newbob("learning_rate_decay = 0.7\n").newbob_learning_rate_decay == 0.7
+    assert newbob(learning_rate_growth="1.5").newbob_learning_rate_growth == 1.5
+    assert newbob("learning_rate_decay = 0.7\n", learning_rate_decay="0.8").newbob_learning_rate_decay == 0.8
 
 
 def test_the_command_line_is_files_and_then_pairs() -> None:

@@ -12,7 +12,7 @@ from launching import ROOT, Finished, clean_environment, finish, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.schedule.file import read_learning_rate_file
+from hvdtrain.plugins.schedules.file import read_learning_rate_file
 
 RNN = ROOT / "tools" / "returnn_root"
 

@@ -11,7 +11,6 @@ from hvdtrain.schedule.measure import (
     with_totals,
     wrong_directions,
 )
-from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
 
 
 def record(epoch: int, losses: dict[str, float], **scores: float) -> EpochRecord:
@@ -65,13 +64,6 @@ def test_epochs_of_earlier_releases_get_the_sums_too() -> None:
     assert older[0].losses == {}
 
 
-def test_newbob_follows_the_loss_that_is_minimized() -> None:
-    keys = ScheduleKeys(learning_rate_control="newbob", learning_rate=0.8)
-    history = [record(1, {"ce": 1.0}, accuracy=0.9, ce=0.5), record(2, {"ce": 1.0}, accuracy=0.95, ce=0.4)]
-    assert epoch_learning_rate(keys, NewbobKeys(), 3, history) == 0.8, "it is better"
-    assert epoch_learning_rate(keys, NewbobKeys(), 3, history[::-1]) == 0.4
-
-
 def test_what_returnn_wrote_is_compared_as_by_returnn() -> None:
     assert error_key({"dev_error": 0.1, "dev_score": 0.5, "train_score": 0.7}) == "dev_score"
     assert error_key({"dev_loss_b": 0.1, "dev_loss_a": 0.5}) == "dev_loss_a"
@@ -89,15 +81,15 @@ def test_names_that_say_that_higher_is_better() -> None:
 def test_a_key_that_would_take_the_worst_epoch_for_the_best() -> None:
     history = [record(1, {"ce": 1.0}, accuracy=0.9, ce=0.5, bleu=3.0)]
     measures = {"early_stopping_measure": "dev_loss_accuracy", "learning_rate_control_error_measure": "dev_loss_ce"}
-    [problem] = wrong_directions(history, measures, False, ["bleu"], {"early_stopping_measure": "config.py"})
+    [problem] = wrong_directions(history, measures, [], ["bleu"], {"early_stopping_measure": "config.py"})
     assert problem.key == "early_stopping_measure"
     assert "'dev_loss_accuracy' in config.py" in problem.got
     assert "higher_is_better = ['accuracy']" in problem.hint
-    assert wrong_directions(history, measures, True, ["bleu", "dev_loss_accuracy"], {}) == []
-    [problem] = wrong_directions(history, {}, True, ["accuracy"], {})
+    assert wrong_directions(history, measures, ["cleanup_old_models"], ["bleu", "dev_loss_accuracy"], {}) == []
+    [problem] = wrong_directions(history, {}, ["cleanup_old_models"], ["accuracy"], {})
     assert problem.key == "cleanup_old_models"
     assert "'dev_loss_bleu'" in problem.got
-    assert wrong_directions([], measures, True, [], {}) == []
+    assert wrong_directions([], measures, ["cleanup_old_models"], [], {}) == []
     line = unclear_line(history, Measure())
     assert line is not None
     assert line.startswith("accuracy, bleu: ")

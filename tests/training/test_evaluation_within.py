@@ -1,6 +1,7 @@
 """What follows from evaluations within epochs: the best model, early stopping, the learning rate, reports and trackers."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,11 @@ import pytest
 from launching import TOY, Finished, hvdtrain
 from tensorboard_events import events
 
-from hvdtrain.checkpoint.average_rules import Averages, make_rule
+from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.hooks import Age
+from hvdtrain.checkpoint.kept_models import KeptModels
+from hvdtrain.checkpoint.progress import BestModel, Progress
+from hvdtrain.plugins.average.rules import AverageRule, Averages, make_rule
 from hvdtrain.plugins.report.plots import score_figures
 from hvdtrain.plugins.report.runs import read_runs
 from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reason
@@ -145,10 +150,19 @@ def test_records_are_in_order_and_patience_counts_them() -> None:
     assert reasons == ["dev_loss_ce was best after step 10 in epoch 1 (1), early_stopping_patience is 3", None]
 
 
-def test_models_within_epochs_that_are_kept() -> None:
+def test_models_within_epochs_that_are_kept(tmp_path: Path) -> None:
     records = history()
     everything = {record.age for record in records}
-    assert Averages().kept_within(records, everything) == {(1, 10)}
-    assert Averages([make_rule("best", 3)]).kept_within(records, everything) == {(1, 10), (2, 30), (2, 25)}
-    assert Averages([make_rule("steps", [5])]).kept_within(records, everything) == {(1, 5), (1, 10)}
-    assert Averages().kept_within(records, everything - {(1, 10)}) == {(2, 30)}
+    folder = CheckpointFolder(tmp_path / "model")
+    best = BestModel(folder, Measure(), within_epochs=True)
+    evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
+    progress = Progress(history=[record for record in records if record.at_step is None], evaluations=evaluations)
+
+    def kept(existing: set[Age], *rules: AverageRule) -> set[Age]:
+        needed = KeptModels(folder, best, [Averages(rules, Measure())]).needed(progress, existing)
+        return {age for age in needed if age[1] != inf}
+
+    assert kept(everything) == {(1, 10)}
+    assert kept(everything, make_rule("best", 3)) == {(1, 10), (2, 30), (2, 25)}
+    assert kept(everything, make_rule("steps", [5])) == {(1, 5), (1, 10)}
+    assert kept(everything - {(1, 10)}) == {(2, 30)}

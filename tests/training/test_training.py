@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import TOY, hvdtrain
 
-from hvdtrain.schedule.file import read_learning_rate_file
+from hvdtrain.plugins.schedules.file import read_learning_rate_file
 
 
 def test_balanced_batches_and_their_padding(corpus: Path, tmp_path: Path) -> None:

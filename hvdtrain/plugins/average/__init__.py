@@ -4,5 +4,7 @@ from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
     commands={"average": ("write the mean of several checkpoints of a training", f"{__name__}.__main__")},
+    checkpoint_hooks={"averages": f"{__name__}.final:averages_of"},
     final_models={"averages": f"{__name__}.final:make_averages"},
+    keys={"averages": f"{__name__}.keys:AverageKeys"},
 )

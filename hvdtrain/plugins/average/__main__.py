@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.average_rules import AverageRule, make_rule, select, shortfall
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.progress import BEST
 from hvdtrain.checkpoint.stored import read_progress
@@ -24,6 +23,8 @@ from hvdtrain.learner.model_format import SAFETENSORS
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.plugins.average.averages import average_contents, check_target, make_average, with_statistics, write_model_file
 from hvdtrain.plugins.average.means import framework_of, mean_of_files
+from hvdtrain.plugins.average.rules import AverageRule, make_rule, select, shortfall
+from hvdtrain.plugins.average.statistics import recompute_statistics
 from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
 from hvdtrain.schedule.directions import base_of, implies_higher_is_better
@@ -32,7 +33,6 @@ from hvdtrain.schedule.measure import Measure
 from hvdtrain.settings import read_settings, with_datasets
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.ranks import open_communicator
-from hvdtrain.training.statistics import recompute_statistics
 
 DESCRIPTION = """\
 Write the mean of several models of a training, which is often better than each of them. It is a model like any other:
@@ -215,7 +215,7 @@ def _recompute(options: argparse.Namespace, kinds: Sequence[str], overrides: Seq
 
         plain, target, lines = on_rank_zero(comm, average, name="average")
         try:
-            settings = replace(settings, start=replace(settings.start, load=str(plain), load_epoch=None, preload_from_files={}))
+            settings = replace(settings, start=replace(settings.start, load=str(plain), load_epoch=None))
             with open_session(settings, "statistics", comm) as session:
                 epoch = max(1, session.progress.epoch)
                 [train, *_] = session.epochs.feeds(session.feeds, epoch)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.average_rules import AverageRule
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.disk.atomic import atomically
@@ -16,6 +15,7 @@ from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.integrity import SAVE_ID
 from hvdtrain.learner.running_average import RunningSums
 from hvdtrain.plugins.average.means import mean_of_files, with_parameters
+from hvdtrain.plugins.average.rules import AverageRule
 
 STORED = ("epoch", "step", "history", "within", BASE)
 """The entries of the newest model's file that the average's has, too."""

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.average_rules import AverageRule, parse_averages, select, shortfall
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.loader import share_model
@@ -23,6 +22,9 @@ from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import BY_CTRL_C, TO_BE_CONTINUED, CheckpointError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.average.averages import make_average, source_names, with_statistics, write_model_file
+from hvdtrain.plugins.average.keys import AverageKeys
+from hvdtrain.plugins.average.rules import AverageRule, Averages, parse_averages, select, shortfall
+from hvdtrain.plugins.average.statistics import recompute_statistics
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import name_scores, text
@@ -33,7 +35,6 @@ from hvdtrain.start_up.checkpoints import checkpoint_folder
 from hvdtrain.training.average import Average
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.session import Session
-from hvdtrain.training.statistics import recompute_statistics
 from hvdtrain.training.step_log import StepLog
 from hvdtrain.training.vote import TASK_INTERVAL, Requests, Vote
 
@@ -65,6 +66,19 @@ class AverageScores:
     made_from: str
 
 
+def rules_of(settings: Settings) -> list[AverageRule]:
+    """What a training averages at its end."""
+    if settings.run.overfit_batches is not None:
+        return []
+    return parse_averages(settings.of(AverageKeys).average_checkpoints)
+
+
+def averages_of(settings: Settings) -> Averages | None:
+    """What keeps the models that the averages of a config need."""
+    rules = rules_of(settings)
+    return Averages(rules, settings.measure) if rules else None
+
+
 def make_averages(settings: Settings, session: Session, step_log: StepLog) -> list[Average]:
     """Collective. Make and evaluate the averages of a training that has ended; return those of the config.
 
@@ -74,7 +88,7 @@ def make_averages(settings: Settings, session: Session, step_log: StepLog) -> li
         CheckpointError: models are missing, or the disk is full.
         Stopped: a signal came; the same command makes the averages.
     """
-    rules = parse_averages(settings.saving.average_checkpoints)
+    rules = rules_of(settings)
     if not rules or not session.progress.history:
         return []
     checkpoints = checkpoint_folder(settings)

@@ -11,8 +11,9 @@ PLUGIN = Plugin(
     backends={"tensorflow-net-dict": f"{__name__}.backend:NETWORKS"},
     datasets={"NextGenHDFDataset": f"{__name__}.keys:NextGenHDFDatasetKeys"},
     sources={"ReturnnDataset": f"{__name__}.dataset:ReturnnDataset"},
+    checkpoint_hooks={"best_start": f"{__name__}.best_start:best_start_of"},
     writers={"search": f"{__name__}.search_output:search_writer"},
-    keys={"search": f"{__name__}.keys:SearchKeys"},
+    keys={"search": f"{__name__}.keys:SearchKeys", "last_best": f"{__name__}.last_best:LastBestKeys"},
     templates={
         "returnn": (
             "PyTorch, in RETURNN's style; needs the package returnn",

@@ -13,5 +13,5 @@ PLUGIN = Plugin(
         )
     },
     names={"SavePretrained": f"{__name__}.pretrained:SavePretrained"},
-    needs={"other_trainer": "models"},
+    needs={"other_trainer": "models", "cleanup": "save_total_limit"},
 )

@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.saver_base import SaverBase
 from hvdtrain.comm.base import on_rank_zero
 from hvdtrain.engine import Engine
 from hvdtrain.learner.reducers import scale_learning_rate
+from hvdtrain.plugins.trial.keys import TrialKeys
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.interrupt import Stopped
@@ -116,7 +117,7 @@ def loss_of(scores: Scores) -> float | None:
 
 def find_learning_rate(settings: Settings) -> None:
     """Collective. Train with a growing rate, draw the losses, and suggest a rate. Raises: HvdtrainError."""
-    lowest, highest, updates = settings.schedule.learning_rate_ramp
+    lowest, highest, updates = settings.of(TrialKeys).learning_rate_ramp
     with open_session(writing_nothing(settings), "dry_run") as session:
         # Of the config's limits only the size of updates: nothing else ends a ramp.
         steps_per_update = open_limits(settings, session.epochs).steps_per_update

@@ -1,4 +1,4 @@
-"""The key `predict_ranks`, and its value."""
+"""The keys of trials, and the values of `predict_ranks`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def parse_placements(value: Any) -> list[Placement]:
     return placements
 
 
+def _is_ramp(value: list[float]) -> bool:
+    if len(value) != 3:
+        return False
+    lowest, highest, updates = value
+    return 0 < lowest < highest and updates >= 20 and updates == int(updates)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrialKeys(Section):
     """Trying a config."""
@@ -47,4 +54,9 @@ class TrialKeys(Section):
         "numbers of ranks for which --dry-run predicts the speed, such as '2,8,64:4' (64 ranks, 4 on each host; else as many as "
         "there are on each now)",
         Rule("numbers of ranks such as 8, '2,8,64', or RANKS:RANKS_PER_HOST", parsed_by(parse_placements)),
+    )
+    learning_rate_ramp: list[float] = key(
+        [1e-6, 1.0, 100],
+        "the lowest and the highest rate that --find-learning-rate tries, and the number of updates between them",
+        Rule("three numbers: a positive rate, a higher one, and at least 20 updates", _is_ramp),
     )

@@ -10,15 +10,16 @@ import torch
 from launching import TOY, Finished, faults, hvdtrain
 from safetensors.numpy import load_file
 
-from hvdtrain.checkpoint.average_rules import AverageRule, Averages, make_rule, parse_averages
-from hvdtrain.checkpoint.cleanup import CleanupRule
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.checkpoint.kept_models import clean_up
+from hvdtrain.checkpoint.hooks import needed_epochs
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.torch.model_file import read_model, write_model
 from hvdtrain.plugins.average.__main__ import main
 from hvdtrain.plugins.average.means import mean_of_files
+from hvdtrain.plugins.average.rules import AverageRule, Averages, make_rule, parse_averages
+from hvdtrain.plugins.cleanup.removal import Cleanup
+from hvdtrain.plugins.cleanup.rule import CleanupRule
 from hvdtrain.plugins.tensorflow.model_file import write_model as write_arrays
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
@@ -161,12 +162,17 @@ def test_cleanup_keeps_what_averages_need(tmp_path: Path) -> None:
     for epoch in range(1, 9):
         save(tmp_path, epoch, 0.0)
     history = [EpochRecord(epoch, 0.1, {"dev_loss_ce": abs(epoch - 3.2), "dev_loss_wer": -epoch}) for epoch in range(1, 9)]
-    folder, rule = CheckpointFolder(tmp_path / "model"), CleanupRule(keep_last_n=1, keep_best_n=0, keep=[])
-    clean_up(folder, rule, history, Averages([make_rule("best", 3), make_rule("epochs", "7")], Measure(["dev_loss_ce"])))
+    folder = CheckpointFolder(tmp_path / "model")
+    cleanup = Cleanup(CleanupRule(keep_last_n=1, keep_best_n=0, keep=[]))
+
+    def clean_up(averages: Averages) -> None:
+        cleanup.clean_up(folder, history, needed_epochs([averages], folder.finished_epochs(), history))
+
+    clean_up(Averages([make_rule("best", 3), make_rule("epochs", "7")], Measure(["dev_loss_ce"])))
     assert folder.finished_epochs() == [2, 3, 4, 7, 8]
-    clean_up(folder, rule, history, Averages([make_rule("running", 2)]))
+    clean_up(Averages([make_rule("running", 2)], Measure()))
     assert folder.finished_epochs() == [4, 7, 8]
-    clean_up(folder, rule, history, Averages([AverageRule("best", 1, measure="dev_loss_ce")], Measure(["dev_loss_wer"])))
+    clean_up(Averages([AverageRule("best", 1, measure="dev_loss_ce")], Measure(["dev_loss_wer"])))
     assert folder.finished_epochs() == [4, 8]
 
 

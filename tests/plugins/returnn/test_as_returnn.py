@@ -16,7 +16,7 @@ from inside import run_inside
 from launching import ROOT, clean_environment, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.schedule.file import read_learning_rate_file
+from hvdtrain.plugins.schedules.file import read_learning_rate_file
 
 pytestmark = pytest.mark.slow
 

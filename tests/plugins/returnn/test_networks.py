@@ -14,8 +14,8 @@ import tensorflow as tf
 from launching import ROOT, clean_environment
 
 from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.plugins.schedules.file import read_learning_rate_file
 from hvdtrain.runtime.scores import text
-from hvdtrain.schedule.file import read_learning_rate_file
 
 pytestmark = pytest.mark.slow
 

@@ -16,6 +16,7 @@ from launching import ROOT, faults
 from hvdtrain.config.missing import import_failure
 from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.plugins.cleanup.keys import OldModelsKeys
 from hvdtrain.plugins.forward.task import forward_all
 from hvdtrain.plugins.returnn.names import ALIASES, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.plugins.returnn.values import OFF, convert_values, is_off
@@ -190,7 +191,7 @@ def test_keys_of_tensorflow_have_no_effect_with_pytorch(tmp_path: Path) -> None:
 def test_a_rule_of_cleanup_that_is_no_dict_is_the_default_one(tmp_path: Path) -> None:
     """As in RETURNN, which takes a dict in a tuple, from a comma too many, for True."""
     made = settings(tmp_path, "cleanup_old_models = {'keep_last_n': 9},\n")
-    assert made.saving.cleanup_old_models is True
+    assert made.of(OldModelsKeys).cleanup_old_models is True
     assert [line.partition(":")[0] for line in made.warnings] == ["cleanup_old_models"]
 
 
@@ -339,7 +340,7 @@ def test_older_spellings_in_a_config_with_a_network(tmp_path: Path) -> None:
     (tmp_path / "network.config").write_text(NETWORK)
     made = read_settings([tmp_path / "network.config"], {})
     assert [(entry.sparse, entry.shape, entry.dim) for entry in made.expected.values()] == [(False, (9,), None), (True, (), 2)]
-    assert made.saving.cleanup_old_models == {
+    assert made.of(OldModelsKeys).cleanup_old_models == {
         "keep_last_n": 3,
         "ignore_score_keys": ["dev_loss_error_ctc", "train_loss_score"],
     }

@@ -8,10 +8,10 @@ import torch
 from launching import TOY, refused
 from trainings import Run, Trained, trains
 
-from hvdtrain.checkpoint.preload import parse_preloads
 from hvdtrain.cli import run_task
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Learner
+from hvdtrain.plugins.preload.entries import parse_preloads
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
 

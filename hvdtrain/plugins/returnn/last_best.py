@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
@@ -58,6 +58,9 @@ class LastBestRule:
 @dataclass(frozen=True, kw_only=True)
 class LastBestKeys(Section):
     """Whether epochs begin with the best model."""
+
+    changes_results = True
+    dicts: ClassVar[Mapping[str, type]] = {"use_last_best_model": LastBestRule}
 
     use_last_best_model: bool | dict[str, Any] = key(
         False,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan, nan
 from typing import Any
 
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.hooks import Age, CheckpointHooks
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, errors_of, wanted_of
@@ -76,16 +77,15 @@ class AverageRule:
         """The measure by which it chooses, given that of the training."""
         return measure if self.measure is None else replace(measure, wanted=wanted_of(self.measure))
 
-    def epochs_to_keep(self, existing: Iterable[int], history: Sequence[EpochRecord], measure: Measure) -> list[int]:
+    def epochs_to_keep(self, epochs: Sequence[int], history: Sequence[EpochRecord], measure: Measure) -> list[int]:
         """The epochs with a model that it may need once training ends."""
-        epochs = sorted(existing)
         if self.kind == "best":
             records = [record for record in history if record.epoch in epochs]
             return [record.epoch for record in _best(records, self.with_default(measure), self.count)]
         if self.kind == "last":
-            return epochs[-self.count :]
+            return list(epochs[-self.count :])
         if self.kind == "running" and self.count:
-            return epochs[-self.count - 1 :]
+            return list(epochs[-self.count - 1 :])
         wanted = (self.numbers[0] - 1, self.numbers[-1]) if self.kind == "running" else self.numbers
         return [epoch for epoch in epochs if epoch in wanted and self.kind != "steps"]
 
@@ -126,53 +126,30 @@ def parse_averages(value: Any) -> list[AverageRule]:
     return rules
 
 
-def average_measures(value: Any) -> dict[str, str | list[str] | None]:
-    """The scores that the key `average_checkpoints` names, by the key in messages."""
-    rules = parse_averages(value)
-    names = {f"average_checkpoints[{number}].measure": rule.measure for number, rule in enumerate(rules) if rule.measure}
-    return {(name if len(rules) > 1 else "average_checkpoints.measure"): measure for name, measure in names.items()}
+class Averages(CheckpointHooks):
+    """The averages that a training makes at its end need the models that they are made of.
 
-
-@dataclass(frozen=True)
-class Averages:
-    """The averages that a training makes at its end.
-
-    Attributes:
+    Args:
         measure: compares epochs, unless a rule has its own.
     """
 
-    rules: Sequence[AverageRule] = ()
-    measure: Measure = Measure()  # noqa: RUF009 it is frozen
+    def __init__(self, rules: Sequence[AverageRule], measure: Measure) -> None:
+        self._rules = rules
+        self._measure = measure
 
-    def kept_within(self, records: Sequence[EpochRecord], existing: Collection[tuple[int, float]]) -> set[tuple[int, float]]:
-        """The ages of models within epochs to keep: of the best one, and of those that averages may need.
-
-        Args:
-            records: of the epochs and of the evaluations within them.
-            existing: the ages of the models, as of `Checkpoint.age`.
-        """
-        with_model = [record for record in records if record.age in existing]
-        records_to_keep = _best(with_model, self.measure, 1)
-        for rule in self.rules:
+    def needed_within(self, records: Sequence[EpochRecord]) -> set[Age]:
+        needed: list[EpochRecord] = []
+        for rule in self._rules:
             if rule.kind == "best":
-                records_to_keep += _best(with_model, rule.with_default(self.measure), rule.count)
+                needed += _best(records, rule.with_default(self._measure), rule.count)
             elif rule.kind == "steps":
-                records_to_keep += [record for record in with_model if record.at_step in rule.numbers]
-        return {record.age for record in records_to_keep if record.at_step is not None}
+                needed += [record for record in records if record.at_step in rule.numbers]
+        return {record.age for record in needed if record.at_step is not None}
 
-    def needed(self, records: Sequence[EpochRecord], existing: Collection[tuple[int, float]]) -> set[tuple[int, float]]:
-        """The ages of all models that they may need, and of the best one within an epoch. The rest is as in `kept_within`."""
-        last = records[-1].age if records else (0, 0.0)  # later models are of another training
-        ages = sorted(age for age in existing if age <= last)
-        history = [record for record in records if record.at_step is None]
-        epochs = self.epochs_to_keep([epoch for epoch, step in ages if step == inf], history)
-        return {(epoch, inf) for epoch in epochs} | self.kept_within(records, ages)
-
-    def epochs_to_keep(self, existing: Sequence[int], history: Sequence[EpochRecord]) -> dict[int, list[str]]:
-        """The epochs whose models they may need, each with the reasons."""
+    def needed_epochs(self, epochs: Sequence[int], history: Sequence[EpochRecord]) -> dict[int, list[str]]:
         reasons: dict[int, list[str]] = {}
-        for rule in self.rules:
-            for epoch in rule.epochs_to_keep(existing, history, self.measure):
+        for rule in self._rules:
+            for epoch in rule.epochs_to_keep(epochs, history, self._measure):
                 reasons.setdefault(epoch, []).append(f"average {rule.name}")
         return reasons
 

@@ -7,8 +7,8 @@ import pytest
 from returnn.learning_rate_control import LearningRateControl
 
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.schedules.file import LearningRateFile, epoch_meta, read_learning_rate_file
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.schedule.file import LearningRateFile, epoch_meta, read_learning_rate_file
 from hvdtrain.schedule.history import EpochRecord
 
 EpochData = LearningRateControl.EpochData

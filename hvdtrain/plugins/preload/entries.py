@@ -8,15 +8,13 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key
 from hvdtrain.config.references import as_function
 from hvdtrain.errors import CheckpointError, ConfigError, problem
-from hvdtrain.learner.preload import MakeMissing, PreloadFunction, PreloadNames, PreloadRequest, Shapes
-from hvdtrain.runtime import log
+from hvdtrain.learner.preload import MakeMissing, PreloadNames, Shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,45 +129,6 @@ class Preload(PreloadKeys):
         return name in self.ignore_params or name.startswith(tuple(self.ignore_params_prefixes))
 
 
-def load_preloads(preloads: Sequence[Preload], load: PreloadFunction) -> list[str]:
-    """Load parameters from all files, in this order; return their names.
-
-    Args:
-        load: a state's `preload`.
-
-    Raises:
-        CheckpointError: a file cannot be read, or parameters are missing from all files.
-    """
-    loaded: set[str] = set()
-    missing_by_preload: list[tuple[Preload, list[str]]] = []
-    for preload in preloads:
-        if preload.filename is not None:
-            file = Path(preload.filename)
-            ours, names = load(PreloadRequest(file, preload.checkpoint_key, preload.choose, preload.maker()))
-            loaded.update(names)
-            missing_by_preload.append((preload, preload.missing(ours, names)))
-    for preload, names in missing_by_preload:
-        problems = [name for name in names if name not in loaded and not any(entry.allows_missing(name) for entry in preloads)]
-        if problems:
-            raise preload.error([f"{name}: not in the file" for name in problems])
-    return sorted(loaded)
-
-
-def require_all(preloads: Sequence[Preload], left: Iterable[str]) -> None:
-    """Raises: CheckpointError, if parameters that were not loaded have the values of a new model, and no entry wants that.
-
-    Args:
-        left: our parameters that were not loaded.
-    """
-    if missing := sorted(name for name in left if not any(preload.keeps(name) for preload in preloads)):
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise CheckpointError(
-            f"preload_from_files: expected all of the model's parameters, as there is no trained model, got none for "
-            f"{', '.join(missing[:5])}{more} (set load to a model file; or have them keep the values of get_model, by an entry "
-            f"such as {{'filename': None, 'pattern': '{missing[0]}'}})"
-        )
-
-
 def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     """Parse the key `preload_from_files`, a dict of dicts, into the order in which to load the files.
 
@@ -205,14 +164,3 @@ def parse_preloads(value: Mapping[str, Any]) -> list[Preload]:
     if problems:
         raise ConfigError(problems)
     return preloads
-
-
-def constant_preloads(entries: dict[str, Any]) -> list[Preload]:
-    """The entries of preload_from_files whose parameters are neither trained nor saved, with the entries for missing ones."""
-    preloads = parse_preloads(entries)
-    constant = [preload for preload in preloads if preload.is_constant]
-    for preload in constant:
-        log.info(f"preload_from_files.{preload.name}: the parameters in {preload.filename} are neither trained nor saved.")
-    if not constant:
-        return []
-    return constant + [preload for preload in preloads if preload.filename is None and not preload.is_constant]

@@ -17,13 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.checkpoint.files import Checkpoint
-from hvdtrain.checkpoint.folder import CheckpointFolder, ContentsProtocol
+from hvdtrain.checkpoint.folder import CheckpointFolder, ContentsProtocol, folder_of
+from hvdtrain.checkpoint.hooks import Age, CheckpointHooks
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.data.files import LocalFile
 from hvdtrain.disk.atomic import atomically, write_atomically
 from hvdtrain.errors import CheckpointError, DataError
+from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.integrity import new_save_id
+from hvdtrain.plugins.local_disk.keys import LocalDiskKeys
 from hvdtrain.runtime import log
+from hvdtrain.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,25 @@ class FilesOnDisk:
             return False
         _copy(self.checkpoint.running_file, file)
         return True
+
+
+class LocalPlace(CheckpointHooks):
+    """Writes checkpoints to the local disk of a config first. Fetches what an earlier start has left on one, also without it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def disk(self, checkpoints: CheckpointFolder) -> LocalDisk | None:
+        settings = self._settings
+        place = settings.of(LocalDiskKeys).checkpoint_local
+        if place is None:
+            return None
+        prefix = local_prefix(place, Path(settings.run.model))
+        disk = folder_of(FRAMEWORKS[settings.run.backend], prefix, settings.saving.checkpoint_format)
+        return LocalDisk(disk, checkpoints, is_awaited=not settings.saving.save_in_background)
+
+    def fetch(self, comm: Communicator, checkpoints: CheckpointFolder) -> None:
+        copy_newest(comm, checkpoints, self.disk(checkpoints))
 
 
 class LocalDisk:
@@ -81,8 +104,13 @@ class LocalDisk:
             _write(note, text)
         return self._files(copy)
 
-    def copy(self, target: Checkpoint, files: FilesOnDisk, keep_models: Collection[tuple[int, float]]) -> None:
-        """Copy a checkpoint to the model's folder, as `CheckpointFolder.write` writes one. Raises: CheckpointError."""
+    def copy(self, target: Checkpoint, contents: ContentsProtocol, keep_models: Collection[Age]) -> None:
+        """Copy a checkpoint to the model's folder, as `CheckpointFolder.write` writes one. Raises: CheckpointError.
+
+        Args:
+            contents: what `write` returned; or something else, which is written to the disk before.
+        """
+        files = contents if isinstance(contents, FilesOnDisk) else self.write(target, contents)
         try:
             self._checkpoints.write(target, files, keep_models)
         except CheckpointError as error:

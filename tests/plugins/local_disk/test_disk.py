@@ -10,10 +10,10 @@ from launching import TOY
 from trainings import Run, Trained, Trainings, assert_same, saved_model, trains
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.checkpoint.local import LocalDisk, copy_newest, local_prefix
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.disk.atomic import UNFINISHED
 from hvdtrain.errors import CheckpointError
+from hvdtrain.plugins.local_disk.disk import LocalDisk, copy_newest, local_prefix
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import hvdtrain
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.checkpoint.local import FilesOnDisk, LocalDisk, local_prefix
+from hvdtrain.plugins.local_disk.disk import FilesOnDisk, LocalDisk, local_prefix
 
 
 def startup_callback(**_):

@@ -7,9 +7,12 @@ import pytest
 from returnn.config import Config
 from returnn.learning_rate_control import load_learning_rate_control_from_config
 
-from hvdtrain.schedule.file import LearningRateFile, read_learning_rate_file
+from hvdtrain.plugins.schedules.file import LearningRateFile, read_learning_rate_file
+from hvdtrain.plugins.schedules.keys import NewbobKeys
+from hvdtrain.plugins.schedules.newbob import Newbob
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.schedule.rates import NewbobKeys, ScheduleKeys, epoch_learning_rate
+from hvdtrain.schedule.measure import wanted_of
+from hvdtrain.schedule.rates import ScheduleKeys, epoch_learning_rate
 
 CONTROLS = ["constant", "newbob", "newbob_rel", "newbob_relative", "newbob_abs", "newbob_multi_epoch"]
 
@@ -45,11 +48,16 @@ def test_the_same_scores_give_the_same_rates(control: str) -> None:
     changed = 0
     for _ in range(40):
         schedule, newbob = some_keys(chance, control)
+        rule = None
+        if control != "constant":
+            measure = newbob.get("learning_rate_control_error_measure")
+            options = {name: value for name, value in newbob.items() if name != "learning_rate_control_error_measure"}
+            rule = Newbob(control, NewbobKeys(**options), wanted_of(measure))
         theirs = load_learning_rate_control_from_config(Config({**schedule, **newbob}))
         history: list[EpochRecord] = []
         error = chance.choice([2.0, -2.0])  # of a log-likelihood
         for epoch in range(1, 13):
-            rate = epoch_learning_rate(ScheduleKeys(**schedule), NewbobKeys(**newbob), epoch, history)
+            rate = epoch_learning_rate(ScheduleKeys(**schedule), rule, epoch, history)
             assert rate == theirs.get_learning_rate_for_epoch(epoch), (schedule, newbob, history)
             changed += bool(history) and rate != history[-1].learning_rate
             error *= chance.uniform(0.8, 1.05)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from launching import faults
 
-from hvdtrain.schedule.steps import make_schedule
+from hvdtrain.plugins.schedules.steps import make_schedule
 
 
 def made(spec: dict, num_epochs: int) -> Any:

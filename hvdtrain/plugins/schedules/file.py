@@ -17,14 +17,21 @@ import ast
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from hvdtrain.checkpoint.hooks import CheckpointHooks
 from hvdtrain.config.writable import writable
 from hvdtrain.disk.atomic import UNFINISHED, write_atomically
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.schedules.keys import RateFileKeys
+from hvdtrain.report.starts import Start
+from hvdtrain.report.steps import Reporters
 from hvdtrain.schedule.history import META, EpochRecord
+from hvdtrain.settings import Settings
+from hvdtrain.training.session import Session
 from hvdtrain.version import __version__
 
 NO_META: Mapping[int, Mapping[str, Any]] = {}
@@ -210,3 +217,27 @@ def _number(node: ast.expr) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} instead of a number in line {node.lineno}")
     return value
+
+
+@contextmanager
+def open_file(settings: Settings, session: Session, start: Start) -> Iterator[Reporters]:
+    """Writes the file of a config, if it has one."""
+    path = path_of(settings)
+    records = session.progress.history
+    yield Reporters() if path is None else Reporters([LearningRateFile(path, records, epoch_meta, epoch_rate)])
+
+
+def path_of(settings: Settings) -> Path | None:
+    """The file of a config, which `overfit_batches` leaves alone."""
+    name = settings.of(RateFileKeys).learning_rate_file
+    return None if name is None or settings.run.overfit_batches is not None else Path(name)
+
+
+class FormerEpochs(CheckpointHooks):
+    """The file has the scores of the epochs that a model was trained for elsewhere."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._path = path_of(settings)
+
+    def history(self, epoch: int) -> list[EpochRecord]:
+        return read_learning_rate_file(self._path) if self._path is not None and self._path.exists() else []

@@ -19,7 +19,7 @@ from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Batch
-from hvdtrain.errors import BrokenSequence
+from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.training.account import Account
 
 
@@ -108,6 +108,18 @@ class Unlike(Items):
 
     def __getitem__(self, index: int) -> numpy.ndarray:
         return numpy.zeros((self.lengths[index], 3 if index in self._broken else 2), numpy.float32)
+
+
+def test_what_is_broken_from_the_beginning_is_named() -> None:
+    with pytest.raises(BrokenSequence, match="^train: expected an item that can be read, got: item 0 is gone"):
+        opened({"class": lambda: Items((0,))})
+
+    def iterable() -> Any:
+        yield numpy.zeros((3, 2))
+        raise BrokenSequence("the disk is gone")
+
+    with pytest.raises(DataError, match="^train: expected item 1 of epoch 1 of iterable, got: the disk is gone"):
+        opened({"class": iterable})
 
 
 def test_items_that_are_not_like_the_first_one_are_broken() -> None:

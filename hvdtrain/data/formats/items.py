@@ -153,10 +153,10 @@ class ItemsDataset(IndexedDataset):
                 before = generators.states()
                 try:
                     read.append(self._arrays(number))
-                except BrokenSequence:
+                except BrokenSequence as error:
                     number += 1
                     if number > most:
-                        raise
+                        raise BrokenSequence(f"{self._where}: expected an item that can be read, got: {error}") from None
                 self.draws = self.draws or generators.states() != before
         (_, first), (_, again) = read
         self._repeats = all(same_values(first[key], again[key]) for key in first)

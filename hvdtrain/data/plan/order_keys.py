@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any, Literal
 from zlib import crc32
 
@@ -162,10 +163,13 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
     if not callable(text):
         return parse(text)
     value = call_for_epoch("seq_ordering", text, epoch)
-    if hasattr(value, "dtype"):
+    if _are_indices(value):
+        import numpy  # here, as `--help` imports this file without it
+
         if keys.partition_epoch > 1:  # all parts are cut from the same order
             value = call_for_epoch("seq_ordering", text, full_epoch(keys, epoch))
-        return GivenOrder("indices", indices=value, checksum=crc32(value.tobytes()))
+        indices = numpy.asarray(value)
+        return GivenOrder("indices", indices=indices, checksum=crc32(indices.tobytes()))
     if isinstance(value, list):
         return _given_batches(value, epoch)
     if not isinstance(value, str) or not is_order(value):
@@ -174,6 +178,17 @@ def method_of(keys: OrderKeys, epoch: int) -> Method:
             f"one), an array of indices, or a list of batches, got {value!r} for epoch {epoch}"
         )
     return parse(value)
+
+
+def _are_indices(value: Any) -> bool:
+    """Whether a function returned an array or a tensor, or numbers in order, not batches or the name of a method.
+
+    >>> _are_indices(range(3)), _are_indices([2, 0, 1]), _are_indices([[2, 0], [1]]), _are_indices("random")
+    (True, True, False, False)
+    """
+    if hasattr(value, "dtype"):
+        return True
+    return isinstance(value, (range, list, tuple)) and len(value) > 0 and all(isinstance(each, Integral) for each in value)
 
 
 def _given_batches(batches: list[Any], epoch: int) -> GivenOrder:

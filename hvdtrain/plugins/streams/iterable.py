@@ -21,7 +21,7 @@ from hvdtrain.data.formats.item_form import ItemForm
 from hvdtrain.data.held_generators import Generators
 from hvdtrain.data.randomness import ITEM, mix_seed
 from hvdtrain.data.types import Array, Stream
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import BrokenSequence, ConfigError, DataError
 from hvdtrain.plugins.streams.reading import END, StreamReading
 from hvdtrain.plugins.streams.streamed import open_streamed
 
@@ -186,6 +186,11 @@ class IterableReading(StreamReading):
                 if not is_end(ended):
                     where = f"{self.where}: item {self._next} of epoch {self._now} of {self.name}"
                     raise ended_iterator_error(where, ended) from ended
+            except BrokenSequence as error:
+                raise DataError(
+                    f"{self.where}: expected item {self._next} of epoch {self._now} of {self.name}, got: {error} (leave out in "
+                    "the iterable what it cannot read: others do not follow an error)"
+                ) from None
             except BaseException as error:
                 error.add_note(f"in item {self._next} of epoch {self._now} of {self.name}, {self.where}")
                 raise

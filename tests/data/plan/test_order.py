@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+import torch
 from launching import faults
 
 from hvdtrain.config.check import build
@@ -168,6 +169,10 @@ def test_a_function_says_how_an_epoch_is_ordered() -> None:
     for wrong in (3, None, "randomly"):
         with pytest.raises(DataError, match=f"seq_ordering: expected the function to return one of .*got {wrong!r} for epoch 2"):
             order(LENGTHS, OrderKeys(seq_ordering=lambda wrong=wrong, **_: wrong), 2)
+    backwards = range(len(LENGTHS))[::-1]
+    for indices in (backwards, list(backwards), torch.tensor(backwards)):
+        found = order(LENGTHS, OrderKeys(seq_ordering=lambda indices=indices, **_: indices), 1)
+        assert found.tolist() == list(backwards)
     given = [numpy.roll(numpy.arange(len(LENGTHS)), epoch) for epoch in range(5)]
     keys = OrderKeys(seq_ordering=lambda epoch, **_: given[epoch], partition_epoch=2)
     assert [*order(LENGTHS, keys, 3), *order(LENGTHS, keys, 4)] == given[2].tolist()  # both parts of full epoch 2

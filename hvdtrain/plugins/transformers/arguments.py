@@ -104,12 +104,8 @@ def refuse(name: str, expected: str, got: Any) -> ConfigError:
 
 
 def _lengths(args: Arguments) -> dict[str, Any]:
-    if args.max_steps > 0:
-        raise refuse("max_steps", "-1 (num_train_epochs says how long; partition_epoch makes shorter epochs)", args.max_steps)
-    if args.num_train_epochs != int(args.num_train_epochs) or args.num_train_epochs < 1:
-        raise refuse("num_train_epochs", "a whole number", args.num_train_epochs)
     found = {
-        "num_epochs": int(args.num_train_epochs),
+        "num_epochs": max(1, math.ceil(args.num_train_epochs)),
         "max_seqs": args.per_device_train_batch_size,
         "max_seqs_dev": args.per_device_eval_batch_size,
         "accum_grad_multiple_step": args.gradient_accumulation_steps,
@@ -218,26 +214,57 @@ def items_in_update(keys: Mapping[str, Any], size: int) -> int:
     return in_batch * int(keys["accum_grad_multiple_step"])
 
 
-def rates(args: Arguments, keys: Mapping[str, Any], num_items: int, size: int) -> Callable[..., float]:
-    """The function `dynamic_learning_rate`, with the Trainer's rate of each update.
-
-    It follows the share of the epoch's items, so it is the same on any number of ranks if the items of an update are.
+class Extent:
+    """How long a training is: the Trainer's number of updates, of which the last epoch may have only the first ones.
 
     Args:
         keys: those of the config, and those that follow from the arguments.
         num_items: of the training data.
         size: the number of ranks.
+        is_given: whether the config says how many epochs there are.
+    """
+
+    def __init__(self, args: Arguments, keys: Mapping[str, Any], num_items: int, size: int, is_given: bool) -> None:
+        self.num_items, self._accumulated = num_items, int(keys["accum_grad_multiple_step"])
+        self.in_update = items_in_update(keys, size)
+        self.of_epoch = math.ceil(num_items / self.in_update)
+        epochs = keys["num_epochs"] if is_given else args.num_train_epochs
+        self.updates = args.max_steps if args.max_steps > 0 and not is_given else math.ceil(epochs * self.of_epoch)
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Those of the training data."""
+        return {"max_batches": self._batches} if self.updates % self.of_epoch else {}
+
+    @property
+    def num_epochs(self) -> int:
+        return math.ceil(self.updates / self.of_epoch)
+
+    def items_in(self, epoch: int) -> int:
+        return min(self.num_items, self._left(epoch) * self.in_update)
+
+    def _left(self, epoch: int) -> int:
+        """The number of updates from an epoch on."""
+        return max(1, self.updates - (epoch - 1) * self.of_epoch)
+
+    def _batches(self, *, epoch: int, **_: Any) -> int | None:
+        """Those of a rank in an epoch; None: all."""
+        return None if self._left(epoch) >= self.of_epoch else self._left(epoch) * self._accumulated
+
+
+def rates(args: Arguments, extent: Extent) -> Callable[..., float]:
+    """The function `dynamic_learning_rate`, with the Trainer's rate of each update.
+
+    It follows the share of the epoch's items, so it is the same on any number of ranks if the items of an update are.
     """
     factor: list[Callable[[int], float]] = []
-    in_update = items_in_update(keys, size)
-    of_epoch = math.ceil(num_items / in_update)
-    total = of_epoch * int(keys["num_epochs"])
 
     def rate(*, epoch: int, epoch_continuous: float, learning_rate: float, **_: Any) -> float:
         if not factor:
-            factor.append(_factor(args, total, learning_rate))
-        within = math.floor((epoch_continuous - (epoch - 1)) * num_items / in_update + UPDATES_BETWEEN)
-        return learning_rate * factor[0]((epoch - 1) * of_epoch + within)
+            factor.append(_factor(args, extent.updates, learning_rate))
+        share = epoch_continuous - (epoch - 1)
+        within = math.floor(share * extent.items_in(epoch) / extent.in_update + UPDATES_BETWEEN)
+        return learning_rate * factor[0]((epoch - 1) * extent.of_epoch + within)
 
     return rate
 

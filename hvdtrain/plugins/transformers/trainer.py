@@ -20,7 +20,7 @@ import hvdtrain
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
-from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, items_in_update, rates, refuse
+from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, Extent, items_in_update, rates, refuse
 from hvdtrain.plugins.transformers.checkpoint import CheckpointReader, Order
 from hvdtrain.plugins.transformers.metrics import Metrics, labels_of
 from hvdtrain.plugins.transformers.pretrained import SavePretrained
@@ -66,9 +66,13 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     if train is not None:
         if not hasattr(train, "__len__"):
             raise ConfigError.of("wrong-type", f"{KEY}.train_dataset: expected one with a length, got a {type(train).__name__}")
-        found["train"] = {**_dataset(train, collate), "seq_ordering": _order(args, keys, train, processing, size)}
+        extent = Extent(args, keys, len(train), size, values.get("num_epochs") is not None)
+        found["train"] = {**_dataset(train, collate), **extent.keys, "seq_ordering": _order(args, keys, train, processing, size)}
+        found["num_epochs"] = extent.num_epochs
         if values.get("learning_rate_schedule") is None:
-            found["dynamic_learning_rate"] = rates(args, keys, len(train), size)
+            found["dynamic_learning_rate"] = rates(args, extent)
+    elif args.max_steps > 0:
+        raise refuse("max_steps", f"-1 without {KEY}.train_dataset (num_train_epochs, or num_epochs)", args.max_steps)
     num_items = None if train is None else len(train)
     found["checkpoint_reader"] = CheckpointReader(lambda: model.last, args, keys, num_items, size)
     if type(dev) is dict:
@@ -203,11 +207,11 @@ class Counting:
         self.is_ctc = type(inner).__name__.endswith("ForCTC")
         self._ignored = getattr(config, "semantic_loss_ignore_index", IGNORED)  # of pictures
         self.is_sum = self.is_ctc and getattr(config, "ctc_loss_reduction", "mean") == "sum"
-        if self.labels != ["labels"] and sorted(self.labels) != sorted(QUESTIONS):
+        if self.labels not in ([], ["labels"]) and sorted(self.labels) != sorted(QUESTIONS):
             raise ConfigError.of(
                 "wrong-result",
                 f"{KEY}.model: expected a model with one kind of labels, got {type(inner).__name__} with "
-                f"{', '.join(self.labels) or 'none'}: the mean of its batches depends on the batches (write a train_step)",
+                f"{', '.join(self.labels)}: the mean of its batches depends on the batches (write a train_step)",
             )
 
     def count(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -217,6 +221,9 @@ class Counting:
             raise ConfigError.of(
                 "wrong-result", f"{KEY}.data_collator: expected {missing[0]!r} in a batch, got {', '.join(batch)}"
             )
+        if not self.labels:  # as of CLIP: the mean over items
+            first = next(value for value in batch.values() if isinstance(value, torch.Tensor))
+            return torch.full((), len(first), device=first.device)
         labels = batch[self.labels[0]]
         if not isinstance(labels, torch.Tensor):
             raise ConfigError.of(
@@ -257,13 +264,20 @@ class TrainStep(OtherTrainer):
         smooth = self._smooth if counting.is_smoothed else None
         takes_labels = self._compute_loss is None and smooth is None
         labels = None if takes_labels else batch.pop("labels", None)
-        outputs = model(**batch, **({"num_items_in_batch": at_least_one} if counting.takes_count else {}))
+        is_counted = counting.takes_count and bool(counting.labels)  # as there: models without labels count by themselves
+        outputs = model(**batch, **({"num_items_in_batch": at_least_one} if is_counted else {}))
         if self._compute_loss is not None:
             loss = self._compute_loss(outputs, labels, num_items_in_batch=at_least_one)
         elif smooth is not None:
             loss = smooth(outputs, labels, shift_labels=counting.predicts_next, num_items_in_batch=at_least_one)
         else:
-            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        if loss is None:
+            raise ConfigError.of(
+                "wrong-result",
+                f"{KEY}.model: expected a loss from {type(inner_model(model)).__name__}, got {', '.join(outputs)} (models such "
+                "as CLIP return one if the collator adds 'return_loss': True)",
+            )
         context = hvdtrain.get_run_ctx()
         if counting.is_sum and takes_labels:
             context.mark_as_loss(loss, "loss", custom_inv_norm_factor=count)

@@ -16,7 +16,7 @@ PACKAGES = {"espnet": "espnet2", "lightning": "lightning", "speechbrain": "speec
 NAMES = [name for name, package in PACKAGES.items() if find_spec(package) is not None]
 """Those whose package is installed."""
 
-MORE = ("speechbrain_normalized", "speechbrain_global", "lightning_counted")
+MORE = ("speechbrain_normalized", "speechbrain_global", "lightning_counted", "lightning_manual")
 VARIATIONS = [*NAMES, *[name for name in MORE if name.partition("_")[0] in NAMES]]
 
 NORMALIZED = {
@@ -61,9 +61,24 @@ COUNTED = {
     "lightning_module =": 'lightning_trainer = {"val_check_interval": 3, "max_epochs": 2}\nlightning_module =',
     "self.loader(400": "self.loader(37",
 }
-"""Metrics that hooks update, reset and compute, one of them in training and in validation, with evaluations within an epoch, and a rank alone in its last step."""
+"""Metrics that hooks update, reset and compute, one of them in training and validation, with evaluations within an epoch, and a
+rank alone in its last step."""
 
-CHANGES = {"speechbrain_normalized": NORMALIZED, "speechbrain_global": GLOBAL, "lightning_counted": COUNTED}
+MANUAL = {
+    "        self.accuracy = ": "        self.automatic_optimization = False\n        self.accuracy = ",
+    "        return loss\n": (
+        "        self.optimizers().zero_grad()\n        self.manual_backward(loss)\n        self.optimizers().step()\n"
+    ),
+    "self.loader(400": "self.loader(48",
+}
+"""A module that steps its optimizer itself."""
+
+CHANGES = {
+    "speechbrain_normalized": NORMALIZED,
+    "speechbrain_global": GLOBAL,
+    "lightning_counted": COUNTED,
+    "lightning_manual": MANUAL,
+}
 SCORES = {
     "speechbrain_global": ["dev_loss_lengths_mean"],
     "lightning_counted": ["train_loss_num_trained", "dev_loss_mean"],

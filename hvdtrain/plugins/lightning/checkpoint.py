@@ -51,7 +51,8 @@ def read_ckpt(path: Path, given: Given, trainer: Any) -> dict[str, Any]:
         contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         load_hooks(given, trainer, contents)
         if trainer.optimizers and contents.get("optimizer_states"):
-            trainer.optimizers[0].load_state_dict(contents["optimizer_states"][0])
+            for optimizer, state in zip(trainer.optimizers, contents["optimizer_states"], strict=True):
+                optimizer.load_state_dict(state)
             for config, state in zip(trainer.lr_scheduler_configs, contents["lr_schedulers"], strict=True):
                 config.scheduler.load_state_dict(state)
         model = contents["state_dict"]

@@ -80,13 +80,6 @@ class Given:
         if base is None:
             raise ConfigError.of("wrong-type", f"lightning_module: expected a LightningModule, got {type(module).__name__}")
         self.lightning = base.__module__.removesuffix(".core.module")  # lightning.pytorch, or pytorch_lightning
-        if not module.automatic_optimization:
-            raise ConfigError.of(
-                "unsupported",
-                f"lightning_module: expected automatic optimization, got {type(module).__name__}, whose training_step itself "
-                "updates (hvdtrain first adds up the gradients of all ranks; losses of a GAN have scales of zero in turn, in a "
-                "train_step: docs/cookbook.md)",
-            )
         for name, reason in REFUSED.items():
             if self.overrides(name, module):
                 raise ConfigError.of(

@@ -24,6 +24,7 @@ from hvdtrain.plugins.lightning.given import Given
 from hvdtrain.plugins.lightning.hooks import Hooks
 from hvdtrain.plugins.lightning.loaders import Loaders, accumulated, place_of
 from hvdtrain.plugins.lightning.logged import Logged
+from hvdtrain.plugins.lightning.manual import Manual
 from hvdtrain.plugins.lightning.metrics import is_metric
 from hvdtrain.plugins.lightning.schedules import Once, Schedules
 from hvdtrain.plugins.lightning.trainer import Trainer
@@ -47,6 +48,7 @@ class Job(OtherTrainer):
         trainer: what the module sees.
         stage: train, validation, test or predict.
         batch_idx: the index of the batch under way, or of the last one.
+        manual: the steps of optimizers that the module takes itself; None: hvdtrain takes them.
         stops: whether the training is to end after this epoch.
     """
 
@@ -76,6 +78,7 @@ class Job(OtherTrainer):
         self._begins_update = True
         self._skips = False
         self._is_within_epoch = False
+        self.manual: Manual | None = None
         self._attributes: Attributes | None = None  # of the objects, when the first epoch began
         self._resumed: Any = None  # the modes, and the attributes of all ranks, that a resumed epoch begins with
 
@@ -85,7 +88,7 @@ class Job(OtherTrainer):
 
     @property
     def optimizers(self) -> list[Any]:
-        return [] if self.optimizer is None else [self.optimizer]
+        return self.schedules.members
 
     @property
     def clip(self) -> tuple[float | None, str | None]:
@@ -133,11 +136,13 @@ class Job(OtherTrainer):
         configured = self.hooks.within("configure_optimizers", self.module.configure_optimizers)
         changes = any(self.hooks.of(hook) for hook in STEP_HOOKS)
         self.optimizer = self.schedules.make(configured, parameters, lambda: self.batch_idx, changes)
+        if not self.module.automatic_optimization:
+            self.manual = Manual(self.given, self.hooks, self.trainer, self.optimizers)
         return self.optimizer
 
     def rate(self, **_: Any) -> float:
         """The rate of the next update: that of the first group."""
-        self._updates = True
+        self._updates = self.manual is None
         self.schedules.note_rates()
         return self.schedules.rates[0]
 
@@ -152,8 +157,17 @@ class Job(OtherTrainer):
         self.schedules.check_groups()
         self.logged.begin_step(size)
         hooks.call("on_train_batch_start", batch, index)
+        if self.manual is not None:
+            self.manual.num_items = size
         output = hooks.step("training_step", batch, index)
+        if self.module.automatic_optimization != (self.manual is None):
+            raise ConfigError.of(
+                "unsupported", "automatic_optimization: expected it to be set in __init__, got another value later"
+            )
         is_mapping = isinstance(output, Mapping)
+        if self.manual is not None:
+            self._mark(self.manual.end_step(output), output, batch, size)
+            return
         loss = output["loss"] if is_mapping else output
         self._skips = loss is None
         if loss is None:
@@ -174,12 +188,16 @@ class Job(OtherTrainer):
         self.schedules.loss = share.detach()
         if not self._skips:
             hooks.call("on_before_backward", share)
+        self._mark(loss, {**(output if is_mapping else {}), "loss": share} if output is not None else None, batch, size)
+
+    def _mark(self, loss: Any, output: Any, batch: Any, size: int) -> None:
+        """The end of a step: its loss, and what on_train_batch_end gets."""
         self.mark_mean("loss", loss, size)
         self.logged.end_step()
-        if hooks.of("on_train_batch_end"):
-            kept = {} if output is None else {**(output if is_mapping else {}), "loss": share}
-            kept = {name: value.detach() if hasattr(value, "detach") else value for name, value in kept.items()}
-            self._ended = kept, batch, index
+        if self.hooks.of("on_train_batch_end"):
+            named = {} if output is None else output if isinstance(output, Mapping) else {"loss": output}
+            kept = {name: value.detach() if hasattr(value, "detach") else value for name, value in named.items()}
+            self._ended = kept, batch, self.batch_idx
             self._repeated = self._ended if hvdtrain.size() > 1 else None
 
     def on_idle_step(self, training: Any) -> None:
@@ -193,6 +211,8 @@ class Job(OtherTrainer):
         ended, self._ended = self._ended, None
         is_idle, self._is_idle = self._is_idle, False
         number = training.epoch_step
+        if self.manual is not None:
+            self.manual.restore()
         if self._updates:
             self._begins_update = True
             self.trainer.global_step += 1
@@ -331,6 +351,9 @@ class Job(OtherTrainer):
             self.hooks.load(modes)
             self._attributes.load(attributes, hvdtrain.rank(), hvdtrain.size())
             self._resumed = None
+        if self.manual is not None:
+            self.manual.restore()
+            self.manual.check_batches(self.loaders.of_epoch(epoch=training.epoch), self.loaders.num_of_all("train"))
         if self._is_within_epoch:
             return
         self._is_within_epoch = True
@@ -410,6 +433,7 @@ class Job(OtherTrainer):
             "attributes": hvdtrain.all_gather({} if self._attributes is None else self._attributes.changed()),
             "callback_metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "logged": self.logged.state(),
+            "manual": [] if self.manual is None else self.manual.state(),
             "hooks": hooks,
         }
 
@@ -420,6 +444,8 @@ class Job(OtherTrainer):
         self._resumed = state["modes"], state["attributes"]
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in state["callback_metrics"].items()})
         self.logged.load(state["logged"])
+        if self.manual is not None:
+            self.manual.load(state["manual"])
         load_hooks(self.given, self.trainer, {**state["hooks"], "state_dict": self.module.state_dict()})
 
 

@@ -143,10 +143,14 @@ class Loaders:
 
     def _number(self, kind: str, place: int = 0) -> int:
         """The number of batches that a rank has of a loader."""
-        loader, values = self.of(kind)[place], self._values
+        return -(-self.num_of_all(kind, place) // hvdtrain.size())
+
+    def num_of_all(self, kind: str, place: int = 0) -> int:
+        """The number of batches that all ranks have of a loader."""
+        loader = self.of(kind)[place]
+        values = self._values
         size = (values.get("max_seqs_dev") if kind != "train" else None) or values.get("max_seqs") or loader.batch_size
-        number = -(-len(loader.dataset) // size) if size else len(loader)
-        return int(-(-number // hvdtrain.size()))
+        return int(-(-len(loader.dataset) // size) if size else len(loader))
 
 
 class OfRank:

@@ -9,17 +9,19 @@ from typing import Any
 import torch
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner.torch.several_optimizers import SeveralOptimizers
 from hvdtrain.plugins.lightning.given import Given
 
 
 class Schedules:
-    """The only optimizer of `configure_optimizers`, whose groups have the rates of its schedulers in every step.
+    """The optimizer of `configure_optimizers`, whose groups have the rates of its schedulers in every step.
 
     Args:
         trainer: has the values that schedulers look at.
 
     Attributes:
-        optimizer: None until it is made.
+        optimizer: None until it is made; several as one, where the module takes the steps itself.
+        members: those of which it consists.
         configs: Lightning's `LRSchedulerConfig`s.
         rates: of the optimizer's groups, as the schedulers have set them.
         loss: the last one that training_step returned on this rank, which an optimizer's closure returns.
@@ -31,6 +33,8 @@ class Schedules:
         self._given = given
         self._trainer = trainer
         self.optimizer: Any = None
+        self.members: list[Any] = []
+        self._is_manual = False
         self.configs: list[Any] = []
         self.rates: list[float] = []
         self.loss: Any = None
@@ -45,18 +49,26 @@ class Schedules:
         """
         core = self._given.of_lightning("core.optimizer")
         optimizers, schedulers, monitor = ([], [], None) if configured is None else core._configure_optimizers(configured)
-        if len(optimizers) != 1:
+        self._is_manual = not self._given.module.automatic_optimization
+        if len(optimizers) != 1 and not (optimizers and self._is_manual):
             raise ConfigError.of(
                 "unsupported", f"lightning_module: expected one optimizer from configure_optimizers, got {len(optimizers)}"
             )
-        self.optimizer = optimizer = optimizers[0]
-        self.configs = core._configure_schedulers_automatic_opt(schedulers, monitor)
+        self.members = optimizers
+        optimizer: Any = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
+        self.optimizer = optimizer
+        if self._is_manual:
+            self.configs = core._configure_schedulers_manual_opt(schedulers)
+        else:
+            self.configs = core._configure_schedulers_automatic_opt(schedulers, monitor)
         core._validate_scheduler_api(self.configs, self._given.module)
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for parameter in parameters:
             if id(parameter) not in trained:
                 parameter.requires_grad_(False)
-        if self._given.overrides("optimizer_step", self._given.module):
+        if self._is_manual:
+            pass  # the module takes all steps
+        elif self._given.overrides("optimizer_step", self._given.module):
             optimizer.step = partial(self._step_of_module, optimizer.step, batch_idx)
         elif changes or len(optimizer.param_groups) > 1:
             optimizer.register_step_pre_hook(lambda *_: self._set_rates())
@@ -96,6 +108,8 @@ class Schedules:
 
     def step(self, interval: str, on_plateau: bool, number: int) -> None:
         """Let the schedulers of an interval set the rates. `number`: that of the batch or epoch, counted from 1."""
+        if self._is_manual:  # the module does
+            return
         for config in self.configs:
             if (config.interval, config.reduce_on_plateau) != (interval, on_plateau) or number % config.frequency:
                 continue

@@ -225,6 +225,47 @@ class Changes(Net):
         return DataLoader(Items(), batch_size=4)
 
 
+class Adversarial(Net):
+    """Two optimizers that `training_step` steps, one of them after every second batch, by a closure, and with clipping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = torch.nn.Linear(2, 1)
+        self.read: list[Any] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        first, second = self.optimizers()
+
+        def closure() -> Any:
+            first.zero_grad()
+            loss = self.losses(batch)[0] + self.judge(self.net(batch)).mean()
+            self.manual_backward(loss)
+            return loss
+
+        with first.toggle_model():
+            loss = first.step(closure)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.manual_backward(self.judge(batch[:, :2]).square().mean() - self.judge(self.net(batch).detach()).mean())
+        if batch_idx % 2:
+            self.clip_gradients(second, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+            second.step()
+            second.zero_grad()
+        self.lr_schedulers()[0].step()
+        self.read.append((self.global_step, first.param_groups[0]["lr"], self.judge.weight.grad is None))
+        return {"loss": loss, "more": 3}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.read.append(float(optimizer.param_groups[0]["params"][0].grad.norm()))
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.read.append(sorted(outputs))
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.Adam(one.parameters(), 0.01) for one in (self.net, self.judge)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(one, 5, 0.5) for one in optimizers]
+
+
 CASES: dict[str, tuple[type[Net], Callable[[], Any], dict[str, Any]]] = {
     "datamodule": (Net, lambda: {"datamodule": Scaled()}, {}),
     "clipping": (Rare, dict, {"gradient_clip_val": 0.2}),
@@ -235,6 +276,7 @@ CASES: dict[str, tuple[type[Net], Callable[[], Any], dict[str, Any]]] = {
     "replaced": (Replaces, lambda: {"callbacks": [EarlyStopping("most", patience=0, min_delta=99.0)]}, {}),
     "collection": (Collects, dict, {}),
     "logging": (Logs, dict, {}),
+    "manual": (Adversarial, dict, {}),
     "attributes": (Changes, lambda: {"callbacks": [Warms()]}, {}),
 }
 """By name, a module, what is made for it, and arguments of the Trainer."""
@@ -257,10 +299,10 @@ def test_what_hooks_do_is_the_same(name: str, tmp_path: Path) -> None:
     assert difference(weights, state_of(theirs), start) < 1e-6
     assert module.rates == theirs.rates
     for found, wanted in zip(getattr(module, "read", []), getattr(theirs, "read", []), strict=True):
-        assert found == (pytest.approx(wanted, rel=1e-6) if isinstance(wanted, dict) else wanted)
+        assert found == (pytest.approx(wanted, rel=1e-6) if isinstance(wanted, (dict, float)) else wanted)
     values = {metric: float(value) for metric, value in trainer.callback_metrics.items()}
     assert {metric: float(value) for metric, value in module.trainer.callback_metrics.items()} == pytest.approx(values, rel=1e-6)
-    for step in {"average": [13], "plateau": [13], "numpy": [13], "attributes": [13, 18]}.get(name, []):
+    for step in {"average": [13], "plateau": [13], "numpy": [13], "attributes": [13, 18], "manual": [13, 14]}.get(name, []):
         check_resume(keys, tmp_path / str(step), step, weights)
 
 

@@ -298,6 +298,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         def on_train_start(self) -> None:
             self.trainer.fit_loop.run()
 
+    class Late(demos.BoringModel):
+        def on_train_start(self) -> None:
+            self.automatic_optimization = False
+
     class Setting(demos.BoringModel):
         def on_train_start(self) -> None:
             self.trainer.optimizers = []
@@ -310,7 +314,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             return [torch.optim.SGD(self.layer.parameters(), 0.1)] * 2
 
     cases: dict[Any, str] = {
-        demos.ManualOptimBoringModel: "expected automatic optimization",
+        Late: "automatic_optimization: expected it to be set in __init__",
         Stepping: "optimizer_step: expected one call of optimizer.step in each update, got none",
         Asking: "self.trainer: expected .* got 'fit_loop'",
         Setting: r"self.trainer: expected .* got 'optimizers = \[\]'",
@@ -326,6 +330,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     for more, expected in (
         ({"learning_rate": 0.1}, "learning_rate: expected none with lightning_module"),
         ({"lightning_callbacks": [lightning.callbacks.StochasticWeightAveraging(0.1)]}, "got StochasticWeightAveraging"),
+        (
+            {"lightning_module": demos.ManualOptimBoringModel, "accum_grad_multiple_step": 2},
+            "accum_grad_multiple_step: expected none with automatic_optimization = False",
+        ),
         ({"num_val_loaders": 2}, "expected 2 from val_dataloader, got 1"),
     ):
         with pytest.raises(ConfigError, match=expected):

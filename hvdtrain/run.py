@@ -28,7 +28,7 @@ from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
 from hvdtrain.start_up.overfit import overfit_settings, repeat_batches
 from hvdtrain.start_up.reporters import open_reporters
 from hvdtrain.training.average import Average
-from hvdtrain.training.callbacks import pruned_before
+from hvdtrain.training.callbacks import Callbacks, pruned_before
 from hvdtrain.training.session import Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, open_step_log
 
@@ -37,6 +37,10 @@ RECORDERS: Registry[Callable[[Settings, Session], AbstractContextManager[StepRec
 
 FINAL_MODELS: Registry[Callable[[Settings, Session, StepLog], Sequence[Average]]] = Registry("final_models")
 """What plug-ins make of the checkpoints after the last epoch, such as averages of them."""
+
+
+CALLBACKS: Registry[Callable[[Settings], Sequence[Any]]] = Registry("callbacks")
+"""Those of plug-ins."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
             on_rank_zero(session.comm, partial(check_space, settings, session), name="space")
             session = replace(session, flops=measure_flops(session) if settings.learner.count_flops else None)
             rates = open_rates(settings, session.comm.size, session.epochs)
-            callbacks = together(session.comm, lambda: settings.callbacks.open(session.comm.rank), name="callbacks")
+            callbacks = together(session.comm, lambda: _open_callbacks(settings, session.comm.rank), name="callbacks")
             with (
                 note_changed_files(session.feeds),
                 open_reporters(settings, session, start) as reporters,
@@ -116,3 +120,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
         best = session.best.summary(session.best.records(progress))
         return Trained(session.learner, list(progress.history), best, checkpoint, num_epochs, averages, pruned)
+
+
+def _open_callbacks(settings: Settings, rank: int) -> Callbacks:
+    return settings.callbacks.open(rank, [callback for make in CALLBACKS.values() for callback in make(settings)])

@@ -39,7 +39,8 @@ NAMES = {
     "remote": "fsspec",
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
-    "search_output_file_format search_output_layer search_labels use_last_best_model",
+    "search_output_file_format search_output_layer search_labels use_last_best_model epoch_start "
+    "epoch_end",
     "several_optimizers": "several_optimizers",
     "sharded": "sharded torch_distributed.sharded",
     "schedules": "newbob newbob_rel newbob_relative newbob_abs newbob_multi_epoch learning_rate_schedule min_learning_rate "

@@ -48,6 +48,8 @@ class Plugin:
         rate_factors: by any name, a function of the settings that returns a function of the numbers of steps and of epochs done,
             a factor on the learning rate; or None.
         schedulers: by the value of `submit --scheduler`, a `Scheduler`.
+        callbacks: by any name, a function of the settings that returns callbacks of a training on this rank, objects with methods
+            such as `on_epoch_end`; they are called before those of the config.
         tasks: by the value of the key `task`, a function of the settings.
         commands: by the word after `python -m hvdtrain`, a line of help, and the module whose `main(arguments)` runs it.
         trackers: by an entry of the key `trackers`, a class with methods of a tracker.
@@ -95,6 +97,7 @@ class Plugin:
     rate_controls: Mapping[str, str] = field(default_factory=dict)
     rate_factors: Mapping[str, str] = field(default_factory=dict)
     schedulers: Mapping[str, str] = field(default_factory=dict)
+    callbacks: Mapping[str, str] = field(default_factory=dict)
     tasks: Mapping[str, str] = field(default_factory=dict)
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     trackers: Mapping[str, str] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.config.check import build_objects
 from hvdtrain.config.keys import ALONE, Section, Sections, key
-from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError, Problem, prunes
 
 if TYPE_CHECKING:
@@ -266,43 +265,6 @@ def plain(where: str, value: Any) -> Any:
 NO_CALLBACKS = Callbacks()
 
 
-class EpochFunctions:
-    """The functions `epoch_start` and `epoch_end` as a callback.
-
-    They are called before and after the training part of an epoch, with dataset_name 'train', and each evaluation at its end.
-    """
-
-    def __init__(self, start: Callable[..., Any] | None, end: Callable[..., Any] | None) -> None:
-        self._start = start
-        self._end = end
-        self._is_training = False
-
-    def on_epoch_begin(self, training: Training) -> None:
-        self._is_training = True
-        self._call(self._start, training, "train")
-
-    def on_evaluation_begin(self, training: Training) -> None:
-        self._end_training(training)
-        self._call(self._start, training, training.dataset)
-
-    def on_evaluation_end(self, training: Training) -> None:
-        self._call(self._end, training, training.dataset)
-
-    def on_epoch_end(self, training: Training) -> None:
-        self._end_training(training)
-
-    def _end_training(self, training: Training) -> None:
-        if training.is_within_epoch:
-            return
-        if self._is_training:
-            self._call(self._end, training, "train")
-        self._is_training = False
-
-    def _call(self, function: Callable[..., Any] | None, training: Training, dataset: str | None) -> None:
-        if function is not None and not training.is_within_epoch:
-            function(epoch=training.epoch, step=training.step, model=training.model, dataset_name=dataset)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CallbackKeys(Section):
     """Functions that are called while a training runs."""
@@ -312,24 +274,12 @@ class CallbackKeys(Section):
         "an object with methods on_epoch_end(training) and the like, a class, 'module:Class', a dict of `class` and its "
         "arguments, or a list of these; called on every rank, or on rank 0 if it has rank_zero_only = True (docs/training.md)",
     )
-    epoch_start: Callable[..., Any] | str | None = key(
-        None,
-        "function {signature}, called before an epoch's training and evaluations",
-        signature="*, epoch, step, model, dataset_name, **_",
-    )
-    epoch_end: Callable[..., Any] | str | None = key(
-        None,
-        "function {signature}, called after an epoch's training and evaluations",
-        signature="*, epoch, step, model, dataset_name, **_",
-    )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         return build_objects("callbacks", self.callbacks, EVENTS, "on_")[1]
 
-    def open(self, rank: int) -> Callbacks:
-        """The callbacks of a rank. Raises: ConfigError."""
-        start, end = as_function(self.epoch_start, "epoch_start"), as_function(self.epoch_end, "epoch_end")
-        functions = [] if start is None and end is None else [EpochFunctions(start, end)]
+    def open(self, rank: int, of_plugins: Iterable[Any] = ()) -> Callbacks:
+        """The callbacks of a rank: first those of plug-ins. Raises: ConfigError."""
         factories, _ = build_objects("callbacks", self.callbacks, EVENTS, "on_")
         objects = [factory.make() for factory in factories if rank == 0 or not getattr(factory.kind, "rank_zero_only", False)]
-        return Callbacks([*functions, *objects])
+        return Callbacks([*of_plugins, *objects])

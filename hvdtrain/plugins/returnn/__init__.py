@@ -12,8 +12,13 @@ PLUGIN = Plugin(
     datasets={"NextGenHDFDataset": f"{__name__}.keys:NextGenHDFDatasetKeys"},
     sources={"ReturnnDataset": f"{__name__}.dataset:ReturnnDataset"},
     checkpoint_hooks={"best_start": f"{__name__}.best_start:best_start_of"},
+    callbacks={"epoch_functions": f"{__name__}.epoch_functions:epoch_functions_of"},
     writers={"search": f"{__name__}.search_output:search_writer"},
-    keys={"search": f"{__name__}.keys:SearchKeys", "last_best": f"{__name__}.last_best:LastBestKeys"},
+    keys={
+        "search": f"{__name__}.keys:SearchKeys",
+        "last_best": f"{__name__}.last_best:LastBestKeys",
+        "epoch_functions": f"{__name__}.keys:EpochFunctionKeys",
+    },
     templates={
         "returnn": (
             "PyTorch, in RETURNN's style; needs the package returnn",

@@ -1,7 +1,8 @@
-"""The keys of the file that RETURNN's task search writes, and of NextGenHDFDataset."""
+"""The keys of the file that RETURNN's task search writes, of functions of epochs, and of NextGenHDFDataset."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -39,3 +40,19 @@ class NextGenHDFDatasetKeys(FileDatasetKeys):
     opener: ClassVar[str] = "hvdtrain.plugins.returnn.nextgen:open_next_gen"
 
     input_stream_name: str = key(REQUIRED, "the stream that is the data key 'data'; the others have their own names")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochFunctionKeys(Section):
+    """Functions that are called before and after epochs, as in RETURNN."""
+
+    epoch_start: Callable[..., Any] | str | None = key(
+        None,
+        "function {signature}, called before an epoch's training and evaluations",
+        signature="*, epoch, step, model, dataset_name, **_",
+    )
+    epoch_end: Callable[..., Any] | str | None = key(
+        None,
+        "function {signature}, called after an epoch's training and evaluations",
+        signature="*, epoch, step, model, dataset_name, **_",
+    )

@@ -21,6 +21,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.precision import Precision, ScaleOptions
 from hvdtrain.learner.torch.optimizer import complete_momentum, make_optimizer, plain_step
 from hvdtrain.learner.torch.parameter_groups import take_multipliers
+from hvdtrain.learner.torch.update import GradientNoise, TorchGradients
 from hvdtrain.plugins.compute.sync_batch_norm import synchronize
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
@@ -315,3 +316,23 @@ def test_hooks_profilers_and_replaced_steps_are_not_left_out_of_an_update() -> N
 
     plain_step(Around())
     assert parameter.tolist() == [-1.5, -1.5]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9999999, 1.0, 1.0000001, 1.0005, 1.002, 30.0, math.inf])
+def test_a_norm_is_clipped_as_by_pytorch_to_the_last_bit(share: float) -> None:
+    """Also where it is so far below the limit that nothing is computed."""
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in (3, 40)]
+    torch.manual_seed(1)
+    expected = [torch.randn_like(parameter) for parameter in parameters]
+    limit = share * torch.linalg.vector_norm(torch.cat(expected)).item()
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, limit)
+    clipped = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        parameter.grad = gradient
+    noise = GradientNoise(lambda: (1, None), torch.device("cpu"))
+    TorchGradients(parameters, noise, 0, lambda order: list(torch._foreach_norm(expected, order))).clip_norm(limit)
+    assert all(
+        parameter.grad is not None and parameter.grad.equal(one) for parameter, one in zip(parameters, clipped, strict=True)
+    )

@@ -306,8 +306,13 @@ class TorchGradients:
         if not gradients:  # the config's change_gradients has dropped them
             return
         self.norm = torch.linalg.vector_norm(torch.stack(self._norms(2.0)))
+        if self.norm.is_cpu and self.norm.item() < CERTAINLY_BELOW * limit:  # to know it, no device has to be waited for
+            return
         torch._foreach_mul_(gradients, torch.clamp(limit / (self.norm + 1e-6), max=1.0))
 
+
+CERTAINLY_BELOW = 0.999
+"""The share of a limit below which no rounding makes the factor less than 1, by which nothing would change."""
 
 MAX_DEVIATIONS = 2.0
 """The number of standard deviations at which the noise is truncated."""

@@ -141,7 +141,7 @@ class Engine:
     def _score_epoch(self, current: EpochProgress, loss_scales: Mapping[str, float]) -> dict[str, float]:
         """Collective. The scores of training, of the other datasets, and those that callbacks add at the epoch's end."""
         trained_before = self._check_trained()  # before the model of this epoch is saved
-        train_scores = name_scores("train", self._learner.epoch_scores.compute(self._comm, current.scores, "train"))
+        train_scores = name_scores("train", self._learner.scoring.compute(self._comm, current.scores, "train"))
         scores = with_totals(self._evaluate(current, train_scores), loss_scales)
         self._is_trained_stale = self._is_trained_stale or (self._comm.size > 1 and trained_before != self._learner.trained_now())
         self._training.scores = scores

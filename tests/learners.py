@@ -16,6 +16,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS, BuildOptions, Extend
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.plugins.epoch_scores.functions import EpochScores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
 
@@ -43,8 +44,10 @@ def learner_of(
     given = LearnerKeys(get_model=get_model, train_step=train_step, **{"optimizer": {"class": "sgd"}, **of_learner})
     chosen = {"rank": comm.rank, "local_rank": 0, "threads": 1, "seed": 1, **(options or {})}
     with_extensions = {"extensions": _extensions(keys, comm, chosen)} if framework == "torch" else {}
-    made = BuildOptions(**chosen, **with_extensions)
-    return FRAMEWORKS[framework].build(given, gradients or GradientExchange(comm, Timer()), made)
+    made = BuildOptions(**chosen, **with_extensions, scoring=EpochScores(keys.get("epoch_scores", {})))
+    learner = FRAMEWORKS[framework].build(given, gradients or GradientExchange(comm, Timer()), made)
+    learner.scoring = made.scoring
+    return learner
 
 
 def _extensions(keys: Mapping[str, Any], comm: Communicator, options: dict[str, Any]) -> list[Extend]:

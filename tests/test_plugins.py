@@ -41,6 +41,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
         "learning_rate_schedule: unknown key": ["++learning_rate_schedule", "cosine"],
     },
     "speech": {"train.class: expected one of": ["++train", "{'class': 'KaldiFolder'}"]},
+    "epoch_scores": {"epoch_scores: unknown key": ["++epoch_scores", "{}"]},
     "extra_models": {"extra_models: unknown key": ["++extra_models", "{}"]},
     "forward": {"output_file: unknown key": ["++output_file", "a.hdf"]},
     "frozen_base": {"save_parameters: unknown key": ["++save_parameters", "trained"]},

@@ -17,6 +17,7 @@ NAMES = {
     "compute": "compute sync_batch_norm freeze_until_step torch_compile checkpoint_modules split_on_oom",
     "compression": "powersgd int8 int4 int2",
     "doctor": "doctor build-horovod",
+    "epoch_scores": "epoch_scores",
     "espnet": "espnet_model espnet",
     "extra_models": "extra_models",
     "forward": "forward search output_file forward_callback",
@@ -30,7 +31,6 @@ NAMES = {
     "packed": "Packed",
     "param_average": "param horovod_param_sync_step horovod_param_sync_time_diff horovod_param_sync_rule "
     "horovod_param_sync_delay horovod_param_sync_parts horovod_param_outer horovod_param_group horovod_param_start",
-    "metrics": "torchmetrics",
     "optimizer_modes": "optimizer_modes",
     "other_trainer": "OtherTrainer",
     "preload": "preload_from_files",

@@ -69,6 +69,8 @@ class Plugin:
             of checkpoints while training goes on, a `BackgroundSaver` (learner/frameworks.py).
         storages: by any name, a `Storage`, which reads data files at URLs.
         mirrors: by any name, a function of a URL that returns a `MirrorProtocol`, where checkpoints are copied to.
+        scorings: by any name, a function of the settings, which returns what computes the scores of a dataset, a `Scoring`
+            (learner/epoch_scores.py).
         learner_extensions: by any name, a function of the settings and the communicator, which all ranks call before get_model if
             PyTorch trains: it returns a function that changes what the learner is built from, an `Assembly`
             (learner/torch/assembly.py), or None.
@@ -110,6 +112,7 @@ class Plugin:
     savers: Mapping[str, str] = field(default_factory=dict)
     storages: Mapping[str, str] = field(default_factory=dict)
     mirrors: Mapping[str, str] = field(default_factory=dict)
+    scorings: Mapping[str, str] = field(default_factory=dict)
     learner_extensions: Mapping[str, str] = field(default_factory=dict)
     watchdogs: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)

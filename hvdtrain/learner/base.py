@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdtrain.comm.base import Tensor
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.epoch_scores import NO_EPOCH_SCORES
+from hvdtrain.learner.epoch_scores import SCORING
 
 if TYPE_CHECKING:
     from hvdtrain.data.read_ahead import Staging
@@ -55,7 +55,7 @@ class Learner(ABC):
         staging: copies batches to the device ahead of their steps; None: steps use batches as read.
         keys_of_epoch: called before an epoch is planned, with its number; returns the keys that have another value in this epoch,
             because of the model (see `keys_of_epoch` in a config). None: keys do not depend on the model.
-        epoch_scores: the scores of a dataset that are no means.
+        scoring: computes the scores of a dataset.
         dataset: the name of the one that batches are of.
     """
 
@@ -65,7 +65,7 @@ class Learner(ABC):
     device_name: str
     staging: Staging | None = None
     keys_of_epoch: Callable[[int], Mapping[str, Any]] | None = None
-    epoch_scores = NO_EPOCH_SCORES
+    scoring = SCORING
     dataset = TRAIN
     _may_freeze = True  # whether the config's code may freeze parameters while training runs
 

@@ -22,6 +22,7 @@ from hvdtrain.comm.base import SMALL_BUCKET
 from hvdtrain.config.absent import import_part
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.learner.epoch_scores import SCORING, Scoring
 from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class BuildOptions:
         saver: writes copies of checkpoints while training goes on; None: a thread of this process does.
         position: the epoch and the step that get_model is called with.
         extensions: add to PyTorch's learner what the keys of plug-ins ask for.
+        scoring: computes the scores of a dataset.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class BuildOptions:
     saver: BackgroundSaver | None = None
     position: tuple[int, int] = NEW
     extensions: Sequence[Extend] = ()
+    scoring: Scoring = SCORING
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.config.keys import ALONE, REQUIRED, Section, Sections, key, not_negative, positive, share
-from hvdtrain.config.references import is_reference
 from hvdtrain.errors import Problem
 from hvdtrain.learner.optimizer_spec import spec_problems
 
@@ -23,13 +22,6 @@ class LearnerKeys(Section):
         REQUIRED,
         "function {signature} that marks the losses of a batch; used for evaluation, too (not for the tasks forward and search)",
         signature="*, model, extern_data, **_",
-    )
-    epoch_scores: dict[str, Any] = key(
-        {},
-        "scores of a whole dataset that are no means, such as BLEU: by name, a function of sums that train_step marks with "
-        "mark_as_statistics, by their names, a metric of torchmetrics that train_step updates, or an object whose "
-        "of_ranks(dataset, means) returns scores by name (docs/training.md)",
-        needs=("torch", "tensorflow"),
     )
     forward_step: Callable[..., Any] | str | None = key(
         None, "task forward or search: function {signature} that marks a batch's outputs", signature="*, model, extern_data, **_"
@@ -91,9 +83,4 @@ class LearnerKeys(Section):
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
-        problems = [
-            Problem.of("wrong-type", f"epoch_scores.{name}: expected a function, 'module:name' or a metric, got {value!r:.60}")
-            for name, value in self.epoch_scores.items()
-            if not callable(value) and not is_reference(value) and not hasattr(value, "of_ranks")
-        ]
-        return problems + spec_problems(self.optimizer)
+        return spec_problems(self.optimizer)

@@ -37,6 +37,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.buffers import named_kinds
+from hvdtrain.learner.epoch_scores import SCORING, Scoring
 from hvdtrain.learner.frameworks import FRAMEWORKS, NEW, SAVERS, BackgroundSaver, BuildOptions, Extend
 from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import ROLES
@@ -273,6 +274,9 @@ def _lock(prefix: Path, stack: ExitStack) -> None:
 WATCHDOGS: Registry[Callable[[Settings, Communicator, Purpose], Watchdog]] = Registry("watchdogs")
 """Those of plug-ins; the last one is used."""
 
+SCORINGS: Registry[Callable[[Settings], Scoring]] = Registry("scorings")
+"""Those of plug-ins; the last one is used."""
+
 LEARNER_EXTENSIONS: Registry[Callable[[Settings, Communicator], Extend | None]] = Registry("learner_extensions")
 """Those of plug-ins, which all ranks call before get_model."""
 
@@ -354,8 +358,11 @@ def build_learner(
         saver=writer,
         position=position,
         extensions=_learner_extensions(settings, comm) if "learner extensions" in framework.features else (),
+        scoring=SCORING if SCORINGS.last is None else SCORINGS.last(settings),
     )
-    return framework.build(settings.learner, gradient_exchange, options)
+    learner = framework.build(settings.learner, gradient_exchange, options)
+    learner.scoring = options.scoring
+    return learner
 
 
 def _learner_extensions(settings: Settings, comm: Communicator) -> list[Extend]:

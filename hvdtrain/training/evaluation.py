@@ -73,7 +73,7 @@ def evaluate(
             log.warning(
                 f"{feed.name}: {name} has no value in epoch {epoch}: none of {len(plan.order)} sequences has an element for it"
             )
-    means = learner.epoch_scores.compute(comm, scores, feed.name)
+    means = learner.scoring.compute(comm, scores, feed.name)
     for name, mean in means.items():
         if scores.counts().get(name) and not isfinite(mean):
             log.warning(

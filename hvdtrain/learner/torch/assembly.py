@@ -173,8 +173,6 @@ class Assembly:
         make_base: makes what knows the parameters that the model's file leaves out; None: it leaves out none.
         freeze: makes what freezes some of the trained parameters until a step, given these by name; None: none are.
         extra_models: models by name that are neither trained nor saved.
-        epoch_scores: the key, with metrics as functions of statistics.
-        metrics: those whose statistics are taken after each batch.
         make_optimizer: makes the optimizer of the key's value and the model; and whether a fused implementation is preferred.
         divide: makes the optimizer one whose state is divided among the ranks; None: each rank has all of it.
         weights_of_modes: makes the weights for evaluations of an optimizer with `train()` and `eval()`, given that of the config
@@ -193,8 +191,6 @@ class Assembly:
     make_base: Callable[[], Base] | None = None
     freeze: Callable[[Mapping[str, torch.nn.Parameter]], Freezing] | None = None
     extra_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
-    epoch_scores: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Sequence[Metric] = ()
     make_optimizer: Callable[[Any, torch.nn.Module, bool], AnyOptimizer] = make_optimizer
     divide: Callable[[AnyOptimizer], DividedOptimizer] | None = None
     weights_of_modes: Callable[[AnyOptimizer, DividedOptimizer | None], EvaluationWeights] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -12,7 +11,6 @@ from hvdtrain.config.absent import absent
 from hvdtrain.config.references import as_function
 from hvdtrain.data.randomness import OPTIMIZER, mix_seed
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.optimizer import UpdateGradients, change_gradients, changes_gradients
@@ -48,7 +46,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     seed_all(device, mix_seed(options.seed, 0, 0))
     model, constants = build_model(keys, options, device)
     check_storable(model, options.model_format)
-    assembly = Assembly(keys, options, gradient_exchange, model, device, constants, epoch_scores=keys.epoch_scores)
+    assembly = Assembly(keys, options, gradient_exchange, model, device, constants)
     for extend in options.extensions:
         extend(assembly)
     scale = options.precision.loss_scale(options.precision.dtype)
@@ -81,7 +79,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     )
     state.saver = options.saver
     state.freezing = None if assembly.freeze is None else assembly.freeze(trained)
-    learner = TorchLearner(
+    return TorchLearner(
         ConfigFunctions(
             model=model,
             train_step=as_function(keys.train_step, "train_step"),
@@ -91,7 +89,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             watch=assembly.watch,
             staging=CudaStaging(device) if on_gpu else None,
             extra_models=assembly.extra_models,
-            metrics=assembly.metrics,
+            metrics=options.scoring.prepare(device),
         ),
         gradients,
         update,
@@ -100,18 +98,6 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         (options.seed, options.rank),
         assembly,
     )
-    learner.epoch_scores = EpochScores(_without_metrics(assembly.epoch_scores))
-    return learner
-
-
-def _without_metrics(scores: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises: ConfigError, if one is a metric, which a plug-in has not made a function of statistics."""
-    for name, value in scores.items():
-        if isinstance(value, torch.nn.Module) and hasattr(value, "compute"):
-            raise ConfigError.of(
-                "missing-package", f"epoch_scores.{name}: expected a function, got {type(value).__name__}{absent('torchmetrics')}"
-            )
-    return scores
 
 
 def _average(

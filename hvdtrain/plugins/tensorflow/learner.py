@@ -18,7 +18,6 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.attributes import kinds_of
 from hvdtrain.learner.base import Exported, Layer, Learner, Total
-from hvdtrain.learner.epoch_scores import EpochScores
 from hvdtrain.learner.frameworks import BuildOptions, gpu_of
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.meter import MAX_PENDING, BatchOutputs, Meter, Transfer
@@ -309,7 +308,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         meter,
         (options.seed, options.rank),
     )
-    learner.epoch_scores = EpochScores(keys.epoch_scores)
+    options.scoring.prepare(None)
     return learner
 
 

@@ -74,7 +74,7 @@ def test_statistics_are_sums_beside_the_losses() -> None:
         made.evaluate(BATCH)
     scores = made.meter.take_scores()
     assert scores.statistics() == {"frames": [18.0, 24.0], "lengths": [6.0]}
-    found = made.epoch_scores.compute(SingleCommunicator(), scores, "dev")
+    found = made.scoring.compute(SingleCommunicator(), scores, "dev")
     assert found == {"ratio_a": 3.0, "ratio_b": 24.0, "square": pytest.approx((9 + 49 + 121) / 3)}
 
 

@@ -8,22 +8,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.frameworks import Extend
-from hvdtrain.learner.torch.assembly import Assembly
-from hvdtrain.settings import Settings
-
-
-def with_metrics(settings: Settings, comm: Communicator) -> Extend:
-    return extend
-
-
-def extend(assembly: Assembly) -> None:
-    """Raises: ConfigError, if a metric is no function of sums."""
-    scores = open_scores(assembly.epoch_scores, assembly.device)
-    assembly.epoch_scores = scores
-    assembly.metrics = [metric for metric in scores.values() if isinstance(metric, SummedMetric)]
 
 
 class SummedMetric:

@@ -18,7 +18,7 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.comm.single import SingleCommunicator
-from hvdtrain.learner.epoch_scores import EpochScores
+from hvdtrain.plugins.epoch_scores.functions import EpochScores
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.runtime.scores import Scores
 

@@ -15,7 +15,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
 from hvdtrain.learner.torch.trees import without_numpy
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer, overridden
-from hvdtrain.plugins.speechbrain.states import own_states, restore, states_of
+from hvdtrain.plugins.speechbrain.states import add_attributes, attributes_of, own_states, restore, states_of
 from hvdtrain.plugins.speechbrain.statistics import Statistics, readable
 from hvdtrain.runtime import log
 
@@ -129,6 +129,7 @@ class Stages(OtherTrainer):
         self._statistics.resume(state.get("statistics", []))
         self._average = state.get("avg_train_loss", 0.0)
         restore(self.brain, state["recoverables"])
+        add_attributes(self.brain, state.get("attributes", {}))
 
     def train(self, batch: Any) -> None:
         brain, context = self.brain, hvdtrain.get_run_ctx()
@@ -176,7 +177,12 @@ class Stages(OtherTrainer):
 
     def _state(self) -> dict[str, Any]:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        found = {"rates": rates, "optimizer_step": self.brain.optimizer_step, "recoverables": states_of(self.brain)}
+        found = {
+            "rates": rates,
+            "optimizer_step": self.brain.optimizer_step,
+            "recoverables": states_of(self.brain),
+            "attributes": attributes_of(self.brain),
+        }
         if self._stage is Stage.TRAIN and self.training is not None:
             found["statistics"] = readable(without_numpy(self._statistics.collected(self.brain)))
             found["avg_train_loss"] = float(self.brain.avg_train_loss)

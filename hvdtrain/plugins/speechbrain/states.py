@@ -44,6 +44,24 @@ def restore(brain: Any, states: Mapping[str, str]) -> None:
                 (_custom(brain, "custom_load_hooks", name) or get_default_hook(one, DEFAULT_LOAD_HOOKS))(one, path, True)
 
 
+def attributes_of(brain: Any) -> dict[str, dict[str, Any]]:
+    """By name of an object with a state, its numbers and texts: hooks may add some that its file does not have, such as
+    the rate of a CyclicLRScheduler."""
+    return {
+        name: {key: value for key, value in vars(one).items() if isinstance(value, (bool, int, float, str))}
+        for name, one in recoverables(brain).items()
+        if hasattr(one, "__dict__") and not isinstance(one, torch.nn.Module)
+    }
+
+
+def add_attributes(brain: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give objects the attributes of `attributes_of` that they do not have yet."""
+    for name, one in recoverables(brain).items():
+        for key, value in found.get(name, {}).items():
+            if not hasattr(one, key):
+                setattr(one, key, value)
+
+
 def recoverables(brain: Any) -> dict[str, Any]:
     """By name, the objects of the Checkpointer and of the hyperparameters that have a state of their own, and such modules."""
     modules = {id(one) for one in brain.modules.modules()}

@@ -229,7 +229,7 @@ class Extent:
         self.in_update = items_in_update(keys, size)
         self.of_epoch = math.ceil(num_items / self.in_update)
         epochs = keys["num_epochs"] if is_given else args.num_train_epochs
-        self.updates = args.max_steps if args.max_steps > 0 and not is_given else math.ceil(epochs * self.of_epoch)
+        self.updates = int(args.max_steps) if args.max_steps > 0 and not is_given else math.ceil(epochs * self.of_epoch)
 
     @property
     def keys(self) -> dict[str, Any]:

@@ -183,6 +183,26 @@ def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path:
         assert [str(entry) for entry in seen] == [str(entry) for entry in brain.seen[-len(seen) :]]
 
 
+def test_a_scheduler_goes_on_with_what_hooks_have_added_to_it(tmp_path: Path) -> None:
+    """The rate of a CyclicLRScheduler, which is in none of its files, after the last batch of an epoch."""
+
+    class Cyclic(EachStep):
+        def on_fit_batch_end(self, batch: Any, outputs: Any, loss: Any, should_step: bool) -> None:
+            self.hparams.annealing.on_batch_end(self.optimizer)
+
+        def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
+            speechbrain.nnet.schedulers.update_learning_rate(self.optimizer, self.hparams.annealing(epoch)[1])
+
+    def given() -> dict[str, Any]:
+        found = keys(tmp_path, Cyclic)
+        before = "NewBobScheduler\n    initial_value: !ref <lr>\n    improvement_threshold: 0.5"
+        assert before in HPARAMS
+        found["brain"]["hparams"].write_text(HPARAMS.replace(before, "CyclicLRScheduler\n    step_size: 4"))
+        return found
+
+    check_resume(given, tmp_path, 3, train(given(), tmp_path / "model"))
+
+
 def test_the_epoch_counter_may_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stops(EachStep):
         def on_evaluate_start(self, max_key: Any = None, min_key: Any = None) -> None: ...

@@ -111,6 +111,9 @@ class Logged:
         """
         hook = self._module._current_fx_name
         on_step, on_epoch = (False, True) if hook is None else self._defaults(hook, on_step=on_step, on_epoch=on_epoch)
+        is_at_end = str(hook).endswith(
+            "_epoch_end"
+        )  # metrics have the states of all ranks then, and what is logged is known at once
         suffix = self._suffix if add_dataloader_idx else ""
         key = name + suffix
         of_epoch = f"{name}_epoch{suffix}" if on_step and on_epoch else key
@@ -121,6 +124,8 @@ class Logged:
             self._phase.metrics[key] = path, on_epoch, of_epoch
             if on_step and isinstance(value._forward_cache, torch.Tensor):
                 self._show_step(key, value._forward_cache.detach(), on_epoch)
+            if is_at_end:
+                self._take_metric(key)
             return
         number = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         if number.ndim or not number.is_floating_point():
@@ -147,7 +152,7 @@ class Logged:
         elif on_epoch and (self._size or not is_of_batch):
             total = number * weight if is_mean else number
             self._add(key, Number(total, weight, reduce, is_of_batch or sync_dist, of_epoch))
-            if not is_of_batch:
+            if is_at_end:
                 self._values[key] = number
 
     def _add(self, name: str, number: Number) -> None:
@@ -247,13 +252,18 @@ class Logged:
             self._show(name, self._scores[name], number.of_epoch)
 
     def _take_metrics(self) -> None:
-        for name, (path, on_epoch, of_epoch) in self._phase.metrics.items():
-            if on_epoch:
-                value = self.metrics[path].compute()
-                if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                    raise wrong(name, "a metric whose compute() returns a single number", str(value)[:60])
-                self._scores[name] = value.detach().cpu()
-                self._show(name, self._scores[name], of_epoch)
+        for name in self._phase.metrics:
+            self._take_metric(name)
+
+    def _take_metric(self, name: str) -> None:
+        path, on_epoch, of_epoch = self._phase.metrics[name]
+        if not on_epoch:
+            return
+        value = self.metrics[path].compute()
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise wrong(name, "a metric whose compute() returns a single number", str(value)[:60])
+        self._scores[name] = value.detach().cpu()
+        self._show(name, self._scores[name], of_epoch)
 
     def _warn_of_differences(self, name: str, numbers: Sequence[Number]) -> None:
         values = [float(number.total) for number in numbers]

@@ -175,6 +175,7 @@ class Logs(Net):
 
     def on_train_epoch_end(self) -> None:
         self.log("train_mse_again", self.train_mse.compute())
+        self.log("train_mse_logged", self.train_mse)
         self.note()
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy
 from measuring import ROOT, machine
 
-from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
 
 BENCHMARKS = ROOT / "benchmarks"

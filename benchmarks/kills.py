@@ -36,11 +36,11 @@ sys.path.insert(0, str(ROOT))
 
 from hvdtrain.checkpoint.files import Checkpoint  # noqa: E402
 from hvdtrain.checkpoint.folder import CheckpointFolder  # noqa: E402
-from hvdtrain.comm.fork_server import NAME as FORK_SERVER  # noqa: E402
 from hvdtrain.disk.atomic import UNFINISHED  # noqa: E402
 from hvdtrain.errors import TO_BE_CONTINUED  # noqa: E402
+from hvdtrain.plugins.goodput.spent import Spent  # noqa: E402
+from hvdtrain.plugins.local_ranks.fork_server import NAME as FORK_SERVER  # noqa: E402
 from hvdtrain.plugins.trace.records import has_begun, num_runs, trained_on  # noqa: E402
-from hvdtrain.runtime.goodput import Spent  # noqa: E402
 
 NOTHING: Mapping[str, object] = {}
 

@@ -24,11 +24,11 @@ from typing import Any
 import numpy
 from measuring import machine
 
-from hvdtrain.comm.mpi import Peers, open_peers
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
+from hvdtrain.plugins.hdf_tools.peers import Peers, open_peers
 from hvdtrain.training.agreement import plan_together
 
 LIMITS: dict[str, dict[str, Any]] = {

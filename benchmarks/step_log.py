@@ -27,12 +27,13 @@ from measuring import Contestant, machine, table, take_turns
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.data.plan.epoch import Plan  # noqa: E402  # found through the line above
+from hvdtrain.plugins.bars.drawn import DrawnSteps
+from hvdtrain.plugins.bars.terminal import Terminal
 from hvdtrain.plugins.trackers.receivers import TensorBoard  # noqa: E402
 from hvdtrain.report.json_lines import StepLines  # noqa: E402
 from hvdtrain.report.steps import StepNumbers, work_counter  # noqa: E402
 from hvdtrain.runtime.log import LogKeys, open_log
 from hvdtrain.runtime.scores import Scores  # noqa: E402
-from hvdtrain.runtime.terminal import Terminal
 from hvdtrain.runtime.timer import Timer  # noqa: E402
 from hvdtrain.schedule.history import UsedRates  # noqa: E402
 from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport  # noqa: E402
@@ -118,9 +119,9 @@ def main() -> None:
             "no log": lambda: steps(None),
             "lines in a file, ten per second": lambda: steps(StepLog(0.1)),
             "the same, with steps.jsonl and TensorBoard": lambda: steps(StepLog(0.1), numbers),
-            "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, Terminal(stream, inside))),
+            "a bar, and lines every 10 s": lambda: steps(StepLog(10.0, DrawnSteps(Terminal(stream, inside)))),
             "the same, with steps.jsonl and TensorBoard every 10 s": lambda: steps(
-                StepLog(10.0, Terminal(stream, inside)), numbers
+                StepLog(10.0, DrawnSteps(Terminal(stream, inside))), numbers
             ),
         }
         table(take_turns(contestants, options.rounds), "steps/s", 1.0, "no log")

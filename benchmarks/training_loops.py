@@ -47,11 +47,11 @@ from pathlib import Path
 import numpy
 from measuring import machine
 
-from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
 from hvdtrain.settings import read_settings
 

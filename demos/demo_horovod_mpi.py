@@ -24,7 +24,7 @@ import time
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.base import all_reduce
-from hvdtrain.comm.mpi import open_peers
+from hvdtrain.comm.mpi import world
 from hvdtrain.comm.this_process import cores
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.plugins.horovod.communicator import open_horovod
@@ -62,16 +62,17 @@ def hello_over_mpi(rank: int) -> None:
     if os.environ.get("HOROVOD_CONTROLLER") == "gloo":
         say(rank, "MPI: skipped, as HOROVOD_CONTROLLER=gloo")
         return
-    peers = open_peers()
-    if peers.size == 1:
+    place = this_process.place()
+    if place.size == 1:
         say(rank, "MPI: this is the only process")
         return
+    ranks = world(place)
     from mpi4py import MPI
 
-    say(peers.rank, f"MPI: {MPI.Get_library_version().split(',')[0]}")
-    hello = f"hello over MPI from rank {peers.rank} of {peers.size} on {socket.gethostname()}"
-    for greeting in peers.gather(hello, name="greetings"):
-        say(peers.rank, greeting)
+    say(ranks.rank, f"MPI: {MPI.Get_library_version().split(',')[0]}")
+    hello = f"hello over MPI from rank {ranks.rank} of {ranks.size} on {socket.gethostname()}"
+    for greeting in ranks.allgather(hello):
+        say(ranks.rank, greeting)
 
 
 def hello_over_horovod(framework: str) -> int:

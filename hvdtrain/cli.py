@@ -13,17 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.comm import fork_server, local, this_process
+from hvdtrain.comm import this_process
 from hvdtrain.comm.child import end_with
-from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE
-from hvdtrain.comm.restarts import Restarts, check_restarts
+from hvdtrain.comm.launchers import LAUNCHERS, SECONDS_FOR_THE_CAUSE, Launcher, SingleProcess
 from hvdtrain.config.absent import import_part
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.command_line import parse_command_line, without_local_rank
 from hvdtrain.config.large_imports import LargeImports
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import BY_CTRL_C, ConfigError, HvdtrainError, LaunchError, Outcome, failure_text
-from hvdtrain.runtime.goodput import process_began
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.version import __version__
 
@@ -67,9 +65,6 @@ options:
 commands (python -m hvdtrain COMMAND --help; write ./NAME for a config with such a name):
 """
 
-
-IMPORTS = ("hvdtrain.run", "hvdtrain.tasks.tasks", "hvdtrain.data.hdf.dataset", "hvdtrain.data.combine.union")
-"""What the ranks of `ngpu` import besides their framework, if they are forked."""
 
 SECONDS_FOR_RANK_0 = 5.0
 """How long the other ranks wait for rank 0 to print a mistake in the config. Most launchers end them sooner."""
@@ -147,7 +142,6 @@ def run_command(arguments: list[str] | None) -> int:
     if ASKS_TO_COMPLETE in this_process.environment() and "completion" in COMMANDS:
         arguments = ["completion"]
     LargeImports.install()
-    fork_server.serve()
     arguments = sys.argv[1:] if arguments is None else arguments
     words = without_local_rank(arguments)
     if words[:1] == ["help"] and (len(words) == 1 or words[1] in COMMANDS):
@@ -178,7 +172,7 @@ def run_command(arguments: list[str] | None) -> int:
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
     # Imported here, so that build-horovod runs without numpy.
-    from hvdtrain.learner.frameworks import FRAMEWORKS, check_elastic
+    from hvdtrain.learner.frameworks import check_elastic
     from hvdtrain.settings import read_settings, with_datasets
     from hvdtrain.start_up.effective import print_config
 
@@ -202,14 +196,10 @@ def run_config(arguments: list[str]) -> int:
             return 0
         if launcher.restarts == "lost ranks":
             check_elastic(settings.run.backend)
-        processes = local.places(settings.launch, launcher.place)
-        check_restarts(settings.launch, launcher, processes)
-        if processes:
-            of_framework = FRAMEWORKS[settings.run.backend].imports if settings.launch.max_restarts else ()
-            imports = (*IMPORTS, *of_framework) if of_framework else ()
-            rule = restarts(settings)
-            os.chdir(here)  # the config may have changed it, and does so in each rank
-            return local.launch(processes, arguments, this_process.environment(), rule, began=process_began(), imports=imports)
+        for kind in LAUNCHERS.values():
+            status = kind.start(settings, arguments, here)
+            if status is not None:
+                return status
         if launcher.is_restart and (problems := settings.start.restart_problems()):
             raise ConfigError(problems)
         settings = with_datasets(settings)
@@ -282,26 +272,6 @@ def exit_status(work: Callable[[], object], interrupted: str = INTERRUPTED) -> i
         return _fail(failure_text(error), Outcome(1))
 
 
-def restarts(settings: Settings) -> Restarts:
-    """The rule by which the processes that hvdtrain starts are restarted."""
-    from hvdtrain.report.ends import LAUNCHER, append_end
-    from hvdtrain.runtime.records import records_of
-    from hvdtrain.start_up.checkpoints import checkpoint_folder
-
-    prefix = Path(settings.run.model).absolute()
-    checkpoints = checkpoint_folder(replace(settings, run=replace(settings.run, model=str(prefix))))
-
-    def newest() -> Path | None:
-        newest = checkpoints.newest()
-        return None if newest is None else newest.model_file
-
-    def record(why: str) -> None:
-        if settings.run.task == "train" and (folder := records_of(prefix)).is_dir():
-            append_end(folder, "failed", why, LAUNCHER)
-
-    return Restarts(settings.launch.max_restarts, settings.launch.min_ngpu, newest, record)
-
-
 def run_task(settings: Settings) -> Any:
     """Run the config's `task`, and return its result. Raises: HvdtrainError."""
     from hvdtrain.training.run_keys import TASKS
@@ -321,7 +291,7 @@ def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:
         more: text after the error.
     """
     outcome = error.outcome
-    launcher = this_process.launcher()
+    launcher = _launcher()
     if error.on_every_rank and launcher.place.rank != 0:
         time.sleep(SECONDS_FOR_RANK_0)
         outcome = replace(outcome, scope="this rank")
@@ -329,9 +299,17 @@ def _fail_before_connecting(error: HvdtrainError, more: str = "") -> int:
     return _fail(f"{error}{more}", outcome)
 
 
+def _launcher() -> Launcher:
+    """The launcher, as far as it is known: a plug-in with launchers may be what cannot be imported."""
+    try:
+        return this_process.launcher()
+    except ConfigError:
+        return SingleProcess.detect({})
+
+
 def _fail(message: str, outcome: Outcome) -> int:
     """Report to the launcher that this rank fails, and print why; return the exit status or exit at once."""
-    return _end(message + this_process.launcher().on_failure(outcome, message), outcome)
+    return _end(message + _launcher().on_failure(outcome, message), outcome)
 
 
 def _end(message: str, outcome: Outcome) -> int:
@@ -340,7 +318,7 @@ def _end(message: str, outcome: Outcome) -> int:
     If all ranks end together, rank 0 prints the message and all exit regularly. A rank that fails alone exits at once, without
     closing its connections: its launcher then ends the others, which may be blocked on it in a collective.
     """
-    launcher = this_process.launcher()
+    launcher = _launcher()
     rank, size = launcher.place.rank, launcher.place.size
     status = launcher.peer_status if outcome.scope == "a peer" else outcome.status
     if outcome.scope == "all ranks":

@@ -14,14 +14,12 @@ from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.config.plugins import Registry
 from hvdtrain.engine import Engine
 from hvdtrain.learner.base import Learner
-from hvdtrain.runtime.goodput import steady_time
+from hvdtrain.runtime.goodput import ACCOUNTS, steady_time
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.announce import announce, check_space, gather_hosts, log_end, record_start
 from hvdtrain.start_up.checkpoints import checkpoint_folder
 from hvdtrain.start_up.data import note_changed_files
-from hvdtrain.start_up.flops import measure_flops
-from hvdtrain.start_up.goodput import count_steps, open_goodput
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.limits import open_limits, open_rates
 from hvdtrain.start_up.measures import refuse_wrong_directions, wrong_scores
@@ -29,11 +27,14 @@ from hvdtrain.start_up.overfit import overfit_settings, repeat_batches
 from hvdtrain.start_up.reporters import open_reporters
 from hvdtrain.training.average import Average
 from hvdtrain.training.callbacks import Callbacks, pruned_before
-from hvdtrain.training.session import Session, StepRecorder
+from hvdtrain.training.session import EpochMeasure, Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, open_step_log
 
 RECORDERS: Registry[Callable[[Settings, Session], AbstractContextManager[StepRecorder | None]]] = Registry("recorders")
 """What plug-ins do before every step, such as writing down its sequences."""
+
+MEASURES: Registry[Callable[[Settings, Session], EpochMeasure | None]] = Registry("measures")
+"""What plug-ins measure about epochs."""
 
 FINAL_MODELS: Registry[Callable[[Settings, Session, StepLog], Sequence[Average]]] = Registry("final_models")
 """What plug-ins make of the checkpoints after the last epoch, such as averages of them."""
@@ -90,7 +91,8 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         hosts = gather_hosts(session)
         announce(settings, session, limits, hosts)
         refuse_wrong_directions(settings, session.progress.history)
-        session = replace(session, goodput=open_goodput(settings, session, began))
+        if (open_account := ACCOUNTS.last) is not None:
+            session = replace(session, goodput=open_account(settings, session, began))
         start = record_start(settings, session, hosts)
         # The last start may have been killed before it wrote best.json, or had other keys for what is best.
         on_rank_zero(session.comm, lambda: session.best.update(session.best.records(session.progress)), name="best")
@@ -99,13 +101,15 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
             this_process.launcher().on_training()
         if not limits.are_reached(session.progress):
             on_rank_zero(session.comm, partial(check_space, settings, session), name="space")
-            session = replace(session, flops=measure_flops(session) if settings.learner.count_flops else None)
+            opened_measures = {name: open_measure(settings, session) for name, open_measure in MEASURES.items()}
+            measures = {name: measure for name, measure in opened_measures.items() if measure is not None}
+            session = replace(session, measures=measures)
             rates = open_rates(settings, session.comm.size, session.epochs)
             callbacks = together(session.comm, lambda: _open_callbacks(settings, session.comm.rank), name="callbacks")
             with (
                 note_changed_files(session.feeds),
                 open_reporters(settings, session, start) as reporters,
-                count_steps(session.goodput),
+                session.goodput.training(),
                 ExitStack() as recording,
             ):
                 opened = [recording.enter_context(open_recorder(settings, session)) for open_recorder in RECORDERS.values()]

@@ -49,7 +49,7 @@ from hvdtrain.schedule.measure import Measure, ScoreKeys, wanted_of
 from hvdtrain.schedule.rates import ScheduleKeys
 from hvdtrain.training.callbacks import CallbackKeys
 from hvdtrain.training.derived import DERIVED, framework_problems, resolve
-from hvdtrain.training.keys import EvaluationKeys, PerEpochKeys
+from hvdtrain.training.keys import EvaluationKeys
 from hvdtrain.training.run_keys import RunKeys
 
 S = TypeVar("S", bound=Section)
@@ -96,7 +96,6 @@ class Settings:
     saving: SavingKeys
     interrupt: InterruptKeys
     ending: EarlyStoppingKeys
-    per_epoch: PerEpochKeys
     launch: LaunchKeys
     torch_distributed: TorchDistributedKeys | None
     log: LogKeys

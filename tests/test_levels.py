@@ -21,7 +21,7 @@ PLACES = {
     "torch": ["learner/torch/*", "comm/torch*.py", "plugins/*"],
     "tensorflow": ["plugins/tensorflow/*", "plugins/returnn/network/*"],
     "keras": ["plugins/tensorflow/*"],
-    "horovod": ["plugins/horovod/*", "comm/horovod_elastic.py"],
+    "horovod": ["plugins/horovod/*"],
     "mpi4py": ["comm/*"],
     "h5py": ["data/*", "plugins/hdf_tools/*", "plugins/returnn/nextgen.py"],
     "returnn": ["plugins/returnn/*"],

@@ -45,7 +45,10 @@ ASKING: dict[str, dict[str, list[str]]] = {
     "extra_models": {"extra_models: unknown key": ["++extra_models", "{}"]},
     "forward": {"output_file: unknown key": ["++output_file", "a.hdf"]},
     "frozen_base": {"save_parameters: unknown key": ["++save_parameters", "trained"]},
-    "inspect": {"task: expected one of": ["++task", "summary"]},
+    "inspect": {"task: expected one of": ["++task", "summary"], "count_flops: unknown key": ["++count_flops", "1"]},
+    "epoch_keys": {"keys_of_epoch: unknown key": ["++keys_of_epoch", "module:name"]},
+    "goodput": {"save_interval_minutes: expected a number": ["++save_interval_minutes", "auto"]},
+    "local_ranks": {"ngpu: expected its default": ["++ngpu", "2"], "max_restarts: expected": ["++max_restarts", "1"]},
     "streams": {"train.class: expected one of": ["++train", "{'class': 'IterableDataset'}"]},
     "synthetic": {"train.class: expected one of": ["++train", "{'class': 'DummyDataset'}"]},
     "horovod": {"use_horovod: expected False": ["++use_horovod", "1"]},
@@ -94,6 +97,7 @@ def entries(plugin: Plugin) -> set[str]:
         "backends",
         "transports",
         "rate_controls",
+        "launchers",
         "reducers",
         "compressions",
         "tasks",
@@ -107,6 +111,8 @@ def entries(plugin: Plugin) -> set[str]:
         "storages",
         "tensors",
         "mirrors",
+        "accounts",
+        "bars",
     )
     return {name for kind in kinds for name in getattr(plugin, kind)}
 

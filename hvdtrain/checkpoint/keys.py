@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hvdtrain.comm.keys import LaunchKeys
+from hvdtrain.config.absent import absent
 from hvdtrain.config.convert import signature_error
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive
 from hvdtrain.config.references import is_reference
@@ -137,4 +138,6 @@ class SavingKeys(Section):
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         problems = missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
+        if self.save_interval_minutes == "auto" and (hint := absent("goodput")):
+            problems += problem("unsupported", f"save_interval_minutes: expected a number of minutes, got 'auto'{hint}")
         return problems + (url_problems("checkpoint_mirror", [self.checkpoint_mirror]) if self.checkpoint_mirror else [])

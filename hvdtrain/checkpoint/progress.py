@@ -88,7 +88,7 @@ class Progress:
     report: the last finished epoch's line in scores.jsonl.
     data: by dataset, the identity of its data.
     keys: by name, the values of the keys that determine the results; empty in checkpoints of earlier releases.
-    spent: where the seconds went (`runtime/goodput.py`); empty in checkpoints of earlier releases.
+    spent: where the seconds went, as the account of a plug-in has it; empty in checkpoints of earlier releases.
     finished: why a callback ends the training after the current epoch, or has ended it after the last one, and `num_epochs` then:
         more epochs are trained all the same; None: none does.
     callbacks: by name, what callbacks with a `state_dict` keep in checkpoints.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hvdtrain.config.absent import absent
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, positive
 from hvdtrain.errors import Problem, problem
@@ -58,6 +59,10 @@ class LaunchKeys(Section):
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         problems = []
+        if (self.ask_for_torch or self.max_restarts) and (hint := absent("ngpu")):
+            names = ("ngpu", "dist_world_size", "dist_rank", "dist_launcher", "max_restarts")
+            name = next(name for name in names if getattr(self, name))
+            problems += problem("unsupported", f"{name}: expected its default, got {getattr(self, name)!r}{hint}")
         if self.data_parallel_backend:
             problems += problem(
                 "unsupported", f"data_parallel_backend: expected False, got True: {THREADS} (python -m hvdtrain CONFIG ++ngpu 4)"

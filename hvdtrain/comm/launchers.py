@@ -1,6 +1,6 @@
 """The ways to start a process, and for each of them the actions when a rank fails or stops.
 
-A new launcher is a class here and a line in `LAUNCHERS`.
+A new launcher is a class, and a line in `LAUNCHERS` or in the table of a plug-in.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
-from hvdtrain.comm import child, horovod_elastic, torchrun_failures
+from hvdtrain.comm.child import GONE
 from hvdtrain.comm.slurm import tasks_per_node
-from hvdtrain.comm.torchrun_failures import Failure
-from hvdtrain.errors import TO_BE_CONTINUED, LaunchError, Outcome, TrainingError
+from hvdtrain.config.plugins import Registry
+from hvdtrain.errors import LaunchError, Outcome
 
 SECONDS_FOR_THE_CAUSE = 1.0
 """How long a rank waits before it reports that another one failed, so that the cause, from that rank or the launcher, is printed
@@ -44,6 +43,14 @@ class Place:
     local_size: int = 1
 
 
+class Check(Protocol):
+    """A picklable object that finds out what may have ended a process."""
+
+    def check(self) -> None:
+        """Raises: HvdtrainError, with the cause."""
+        ...
+
+
 class Launcher:
     """What started this process. By default, it restarts nothing, and ends all ranks when one has failed.
 
@@ -56,6 +63,7 @@ class Launcher:
         variables: the environment variables with rank, size, local rank and local size; several: one of them.
         proof: a variable that only the launcher itself sets, where people set `variables` as well; None: they do not.
         excludes: a variable of a launcher that never starts this one: what has both has left-over variables.
+        depth: launchers may run one another: the one with the highest depth that detects itself has started the process.
         max_restarts_hint: what to use instead of the key max_restarts.
         peer_status: the exit status of a rank that ends because of another one.
         hung_status: that of a rank that hangs.
@@ -66,6 +74,7 @@ class Launcher:
     variables: ClassVar[Sequence[tuple[str, str, str, str]]] = ()
     proof: ClassVar[str | None] = None
     excludes: ClassVar[str] = ""
+    depth: ClassVar[int] = 40
     max_restarts_hint: ClassVar[str] = (
         "the same command continues from the newest checkpoint; torchrun --max-restarts N restarts ranks"
     )
@@ -89,6 +98,23 @@ class Launcher:
     @classmethod
     def _local_size(cls, environ: Mapping[str, str], variable: str) -> int:
         return number_in(environ, variable, 1)
+
+    @classmethod
+    def start(cls, settings: Any, arguments: Sequence[str], folder: str) -> int | None:
+        """Start the processes for which the keys ask this launcher, and wait for them.
+
+        Args:
+            settings: `hvdtrain.settings.Settings`.
+            arguments: the arguments of the command line.
+            folder: the one in which the command was given; the config may have changed to another one.
+
+        Returns:
+            The exit status; None: the keys do not ask for it, and this process is a rank itself.
+
+        Raises:
+            LaunchError: the keys contradict the launcher of this process.
+        """
+        return None
 
     @property
     def evidence(self) -> str:
@@ -133,7 +159,7 @@ class Launcher:
     def refuse_to_repeat(self) -> None:
         """Raises: TrainingError, if an earlier attempt on this host ended with an error that would only repeat."""
 
-    def leave_checks(self, checks: Sequence[child.Check]) -> None:
+    def leave_checks(self, checks: Sequence[Check]) -> None:
         """Called when the data is open, with the checks to run if a signal ends this process."""
 
     def on_training(self) -> None:
@@ -166,6 +192,7 @@ class Mpirun(Launcher):
     """That of Open MPI or MPICH."""
 
     name = "mpirun"
+    depth = 10
     variables = (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -180,6 +207,7 @@ class Srun(Launcher):
     """A job step of Slurm. A plain `python` in an sbatch script has SLURM_NTASKS as well, but is a single process."""
 
     name = "srun"
+    depth = 0
     variables = (("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),)
     max_restarts_hint = "sbatch --requeue starts the job again"
 
@@ -192,166 +220,54 @@ class Srun(Launcher):
 
 
 class Torchrun(Launcher):
-    """That of torch.distributed. It restarts ranks after any failure, so an error is recorded for the next attempt."""
+    """That of torch.distributed. Where it may restart ranks, plugins/torchrun sees to it that no error is repeated."""
 
     name = "torchrun"
     variables = (("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),)
     proof = "TORCHELASTIC_RUN_ID"
+    depth = 20
     max_restarts_hint = "torchrun --max-restarts N restarts them"
-
-    @property
-    def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
-        return "all ranks" if torchrun_failures.max_restarts(self._environ) else "never"
-
-    @property
-    def is_restart(self) -> bool:
-        return number_in(self._environ, "TORCHELASTIC_RESTART_COUNT", 0) > 0
 
     @property
     def parent(self) -> int | None:
         if "TORCHELASTIC_RUN_ID" not in self._environ:
             return None
         parent = os.getppid()
-        return parent if parent != INIT or _is_of_torch(parent) else child.GONE  # it ended before this process came here
-
-    def on_start(self) -> int | None:
-        """On several hosts, the failure has to be shared first: `refuse_to_repeat` does so once the ranks are connected."""
-        failure = torchrun_failures.read(self._environ)
-        if failure is None or self.place.size != self.place.local_size:
-            return None
-        torchrun_failures.print_refusal(self._environ, failure)
-        return failure.status
-
-    def refuse_to_repeat(self) -> None:
-        failure = torchrun_failures.read(self._environ)
-        if failure is not None:
-            raise TrainingError(failure.refusal)
-
-    def on_failure(self, outcome: Outcome, message: str) -> str:
-        if outcome.repeatable:
-            rank = f"rank {self.place.rank} of {self.place.size}"
-            failure = Failure(outcome.status, f"{rank}: {torchrun_failures.cause_in(message)}")
-            torchrun_failures.record(self._environ, failure)
-        return super().on_failure(outcome, message)
+        return parent if parent != INIT or _is_of_torch(parent) else GONE  # it ended before this process came here
 
 
 class Horovodrun(Launcher):
     """That of Horovod, without its elastic driver."""
 
     name = "horovodrun"
+    depth = 30
     variables = (("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),)
     proof = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
     excludes = "OMPI_COMM_WORLD_RANK"  # in a shell that srun has started, there may be horovodrun
     max_restarts_hint = "horovodrun --min-np N --host-discovery-script SCRIPT restarts them"
 
-    @classmethod
-    def detect(cls, environ: Mapping[str, str]) -> Launcher | None:
-        """This one, or the one with the elastic driver."""
-        launcher = super().detect(environ)
-        return ElasticHorovodrun(environ, launcher.place) if launcher and environ.get("HOROVOD_ELASTIC") == "1" else launcher
 
-
-class ElasticHorovodrun(Horovodrun):
-    """That of Horovod with its elastic driver: the surviving ranks continue as new programs (comm/horovod_elastic.py)."""
-
-    outlives = 120.0  # time for the driver and Gloo to let a rank that waits for a hanging one continue without it
-
-    @property
-    def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
-        return "lost ranks"
-
-    def on_start(self) -> int | None:
-        horovod_elastic.watch_hosts(self._environ)
-        return None
-
-    def on_training(self) -> None:
-        horovod_elastic.stop_for_other_hosts(self._environ)
-
-    def on_failure(self, outcome: Outcome, message: str) -> str:
-        if outcome.scope == "a peer":
-            return f" ({horovod_elastic.start_again(self._environ, after_stop=False)})"
-        if outcome.repeatable:
-            horovod_elastic.report_error(self._environ)
-        return ""
-
-    def on_stop(self, outcome: Outcome, message: str) -> None:
-        """After a stop for a change of hosts, the ranks continue as new programs."""
-        if outcome.status == TO_BE_CONTINUED:
-            horovod_elastic.start_again(self._environ, after_stop=True)
-        else:
-            self.on_failure(outcome, message)
-
-
-class Ngpu(Launcher):
-    """hvdtrain's own launcher, for the keys `ngpu` and `dist_rank` (comm/local.py) and for programs (plugins/programs/spawn.py).
-
-    It may itself run under another launcher, to which errors are passed on.
-    """
-
-    name = "hvdtrain"
-    variables = (("HVDTRAIN_RANK", "HVDTRAIN_SIZE", "HVDTRAIN_LOCAL_RANK", "HVDTRAIN_LOCAL_SIZE"),)
-    peer_status = child.PEER_FAILED
-    hung_status = child.HUNG
-
-    @cached_property
-    def _outer(self) -> Launcher:
-        outer = launcher_of({name: value for name, value in self._environ.items() if not name.startswith("HVDTRAIN_")})
-        return type(outer)(self._environ, self.place)
-
-    @property
-    def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
-        return self._outer.restarts
-
-    @property
-    def is_restart(self) -> bool:
-        return bool(self.failures) or self._outer.is_restart
-
-    @property
-    def began(self) -> float | None:
-        return child.times_in(self._environ)[0] if child.TIMES in self._environ else None
-
-    @property
-    def failures(self) -> Sequence[float]:
-        return child.times_in(self._environ)[1:] if child.TIMES in self._environ else ()
-
-    @property
-    def parent(self) -> int | None:
-        return int(self._environ[child.PARENT]) if child.PARENT in self._environ else self._outer.parent
-
-    def refuse_to_repeat(self) -> None:
-        self._outer.refuse_to_repeat()
-
-    def leave_checks(self, checks: Sequence[child.Check]) -> None:
-        if child.ENDED in self._environ:
-            child.leave_checks(self._environ, self.place.rank, checks)
-
-    def on_success(self) -> None:
-        if child.ENDED in self._environ:
-            child.report_end(self._environ, self.place.rank)
-
-    def on_failure(self, outcome: Outcome, message: str) -> str:
-        if outcome.repeatable:
-            self._outer.on_failure(outcome, message)
-        if outcome.scope == "a peer" and child.ENDED in self._environ:
-            child.wait_for_cause(self._environ, SECONDS_FOR_THE_CAUSE)
-            return ""
-        return super().on_failure(outcome, message)
-
-
-LAUNCHERS: tuple[type[Launcher], ...] = (Ngpu, Horovodrun, Torchrun, Mpirun, Srun, SingleProcess)
-"""The first one that detects itself counts. Inner launchers come first: horovodrun may run mpirun, and torchrun may run under
-srun."""
+LAUNCHERS: Registry[type[Launcher]] = Registry(
+    "launchers", {"horovodrun": Horovodrun, "torchrun": Torchrun, "mpirun": Mpirun, "srun": Srun}
+)
+"""The launchers by any name; `SingleProcess` is none."""
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher:
     """The launcher that has started a process with this environment."""
-    launchers = (kind.detect(environ) for kind in LAUNCHERS)
-    return next(launcher for launcher in launchers if launcher is not None)
+    return _detected(environ)[0]
+
+
+def _detected(environ: Mapping[str, str]) -> list[Launcher]:
+    """All whose variables are there, the innermost first, then `SingleProcess`."""
+    kinds = sorted(LAUNCHERS.values(), key=lambda kind: kind.depth, reverse=True)
+    launchers = [launcher for kind in kinds if (launcher := kind.detect(environ)) is not None]
+    return [*launchers, SingleProcess.detect(environ)]
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raises: LaunchError, if left-over variables contradict those of the launcher: the ranks would train each by itself."""
-    first, *others = [launcher for kind in LAUNCHERS if (launcher := kind.detect(environ)) is not None]
+    first, *others = _detected(environ)
     if first.proof is None or (first.proof in environ and first.excludes not in environ):
         return
     for launcher in others:
@@ -371,13 +287,6 @@ def detect(environ: Mapping[str, str]) -> Place:
     Place(launcher=None, rank=0, size=1, local_rank=0, local_size=1)
     """
     return launcher_of(environ).place
-
-
-def variables(place: Place) -> dict[str, str]:
-    """The environment variables from which `detect` reads this place, for a process that hvdtrain starts itself."""
-    [names] = Ngpu.variables
-    numbers = (place.rank, place.size, place.local_rank, place.local_size)
-    return {name: str(number) for name, number in zip(names, numbers, strict=True)}
 
 
 def number_in(environ: Mapping[str, str], name: str, default: int) -> int:

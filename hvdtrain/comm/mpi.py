@@ -1,117 +1,22 @@
-"""MPI without tensors, through mpi4py: for jobs that only divide work, and for the start-up of other transports.
-
-`open_peers` connects the processes that the launcher started; `run_on_all` runs work on all of them, and a failure of one ends
-the work on all. Training does not use this.
-"""
+"""MPI through mpi4py, for the start-up of other transports and for commands that only divide work. Training does not use it."""
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.base import together
 from hvdtrain.comm.launchers import Place
-from hvdtrain.errors import HvdtrainError, LaunchError, PeerFailure
+from hvdtrain.errors import LaunchError
 
 T = TypeVar("T")
-
-FAILED = 1
-"""The tag of the message by which a rank reports its failure."""
-
-POLL_INTERVAL = 0.005
-"""Seconds between two tests of whether all ranks have reached a gather."""
-
-
-class Peers(Protocol):
-    """The ranks of a job without tensors. A single process is a job of size 1."""
-
-    rank: int
-    size: int
-
-    def gather(self, value: T, *, name: str) -> list[T]:
-        """Collective. Return every rank's picklable value, in rank order, on every rank."""
-        ...
-
-    def report_failure(self) -> None:
-        """Report to the other ranks, without waiting for them, that this rank failed."""
-        ...
-
-    def has_failed(self) -> bool:
-        """Whether another rank reported a failure. It takes about a microsecond, so it can be called for every sequence."""
-        ...
-
-    def abort(self, status: int) -> None:
-        """End all ranks at once. In a single process this does nothing, as it ends by itself."""
-        ...
-
-
-class SinglePeer:
-    """A single process: every collective is the identity."""
-
-    rank = 0
-    size = 1
-
-    def gather(self, value: T, *, name: str) -> list[T]:
-        return [value]
-
-    def report_failure(self) -> None:
-        pass
-
-    def has_failed(self) -> bool:
-        return False
-
-    def abort(self, status: int) -> None:
-        pass
-
-
-class MPIPeers:
-    """The ranks of an MPI job."""
-
-    def __init__(self, world: Any) -> None:
-        self._world = world
-        self.rank: int = world.Get_rank()
-        self.size: int = world.Get_size()
-
-    def gather(self, value: T, *, name: str) -> list[T]:
-        # Poll, because a rank that waits inside MPI occupies a core and does not react to Ctrl-C.
-        barrier = self._world.Ibarrier()
-        while not barrier.Test():
-            time.sleep(POLL_INTERVAL)
-        while self._world.Iprobe(tag=FAILED):  # the gathered values contain the failures, too
-            self._world.recv(tag=FAILED)
-        return list(self._world.allgather(value))
-
-    def report_failure(self) -> None:
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._world.isend(None, rank, tag=FAILED)
-
-    def has_failed(self) -> bool:
-        return bool(self._world.Iprobe(tag=FAILED))
-
-    def abort(self, status: int) -> None:
-        self._world.Abort(status)
-
-
-def open_peers() -> Peers:
-    """Connect the processes that the launcher started; a process without a launcher is a job of size 1.
-
-    Raises:
-        LaunchError: there are several processes, but MPI does not connect them.
-    """
-    place = this_process.place()
-    return SinglePeer() if place.size == 1 else MPIPeers(_world(place))
 
 
 def from_rank_zero(value: T) -> T:
     """Collective. Broadcast rank 0's value over MPI. Raises: LaunchError, if MPI does not connect the processes."""
-    return _world(this_process.place()).bcast(value)  # type: ignore[no-any-return]
+    return world(this_process.place()).bcast(value)  # type: ignore[no-any-return]
 
 
-def _world(place: Place) -> Any:
+def world(place: Place) -> Any:
     """MPI.COMM_WORLD, checked against what the launcher says. Raises: LaunchError."""
     try:
         from mpi4py import MPI  # importing it initializes MPI
@@ -126,27 +31,3 @@ def _world(place: Place) -> Any:
             "(was mpi4py built for another MPI than the launcher's?)"
         )
     return MPI.COMM_WORLD
-
-
-class Crashed(HvdtrainError):
-    """A bug on one of several ranks, such as an exception in the user's code. The message is its traceback."""
-
-
-def run_on_all(peers: Peers, work: Callable[[], T]) -> T:
-    """Collective. As `together`, also for a crash, and the other ranks hear of a failure at once.
-
-    `work` should check `peers.has_failed()` regularly and then raise PeerFailure, so that no rank continues for nothing.
-    """
-
-    def reporting() -> T:
-        try:
-            return work()
-        except PeerFailure:
-            raise
-        except Exception as failure:
-            peers.report_failure()
-            if peers.size == 1 or isinstance(failure, HvdtrainError):
-                raise
-            raise Crashed("".join(traceback.format_exception(failure)).rstrip()) from None  # others might not be picklable
-
-    return together(peers, reporting, name="work")

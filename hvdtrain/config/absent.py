@@ -11,6 +11,7 @@ from hvdtrain.errors import ConfigError
 
 NAMES = {
     "average": "average average_checkpoints",
+    "bars": "tqdm",
     "cleanup": "cleanup_old_models",
     "combine": "MetaDataset MapDataset",
     "completion": "completion",
@@ -18,20 +19,23 @@ NAMES = {
     "compression": "powersgd int8 int4 int2",
     "doctor": "doctor build-horovod",
     "epoch_scores": "epoch_scores",
+    "epoch_keys": "keys_of_epoch",
     "espnet": "espnet_model espnet",
     "extra_models": "extra_models",
     "forward": "forward search output_file forward_callback",
     "frozen_base": "frozen_base save_parameters",
+    "goodput": "goodput",
     "hdf_tools": "dump check",
-    "horovod": "horovod",
+    "horovod": "horovod elastic_horovodrun",
     "init": "init",
-    "inspect": "summary export",
+    "inspect": "summary export count_flops",
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
     "local_disk": "checkpoint_local",
     "packed": "Packed",
     "param_average": "param horovod_param_sync_step horovod_param_sync_time_diff horovod_param_sync_rule "
     "horovod_param_sync_delay horovod_param_sync_parts horovod_param_outer horovod_param_group horovod_param_start",
     "optimizer_modes": "optimizer_modes",
+    "local_ranks": "ngpu",
     "other_trainer": "OtherTrainer",
     "preload": "preload_from_files",
     "programs": "Average Best Result evaluate forward load_model train",
@@ -55,13 +59,13 @@ NAMES = {
     "tables": "TarDataset ParquetDataset ArrowDataset FolderDataset HuggingFaceDataset",
     "tensorflow": "tensorflow",
     "trace": "trace_sequences profile_steps",
+    "torchrun": "restarting_torchrun",
     "transformers": "transformers_trainer transformers SavePretrained",
     "trial": "dry_run find_batch_size find_learning_rate predict_ranks learning_rate_ramp",
     "watchdog": "watchdog_timeout",
     "trackers": "use_tensorboard tensorboard_histograms trackers track_best_model metrics_file track_epoch",
 }
-"""By plug-in, its keys, backends, transports, reducers, compressions, extensions, classes of datasets and of steps, tasks and
-commands."""
+"""By plug-in, the names of what it adds: keys, backends, classes of datasets, tasks, commands and so on."""
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 

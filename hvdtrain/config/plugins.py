@@ -42,6 +42,7 @@ class Plugin:
         backends: by the value of the key `backend`, a `Framework`.
         transports: by name, a function of the settings, and of whether the process may connect its ranks again, which connects
             them: `start_up/ranks.py`.
+        launchers: by any name, a class of `Launcher`, which recognizes the processes that it has started, and may start some.
         reducers: by the value of the key `horovod_reduce_type`, a class of `EpochSync` with its `keys`.
         compressions: by the value of the key `horovod_compression`, a `Compression`.
         rate_controls: by the value of the key `learning_rate_control`, a function of the settings that returns a `RateControl`.
@@ -57,6 +58,13 @@ class Plugin:
             training begins; it returns a context manager, open until the training ends, of the `Reporters` that get its numbers.
         recorders: by any name, a function of the settings and the `Session`, which all ranks call when a training begins; it
             returns a context manager, open until the training ends, of a `StepRecorder`, or of None.
+        accounts: by any name, a function of the settings, the `Session` and the time at which the start began, which all ranks
+            call before a training: it returns a `Goodput`.
+        bars: by any name, a `Bars`, which shows how far something is that takes long.
+        measures: by the name of an entry in the report of an epoch, a function of the settings and the `Session`, which all ranks
+            call when a training begins; it returns a function of each report that returns the entry, a dict of numbers; or None.
+        epochs: by any name, a function, `OpenEpochs` in start_up/epochs.py, which all ranks call: it returns what differs between
+            the epochs, `Epochs`, or None.
         writers: by any name, a function of the settings that returns what makes an `OutputWriter` for the tasks forward and
             search, or None.
         checkpoint_hooks: by any name, a function of the settings that returns `CheckpointHooks`: what is done with the model
@@ -94,6 +102,7 @@ class Plugin:
     steps: Mapping[str, str] = field(default_factory=dict)
     backends: Mapping[str, str] = field(default_factory=dict)
     transports: Mapping[str, str] = field(default_factory=dict)
+    launchers: Mapping[str, str] = field(default_factory=dict)
     reducers: Mapping[str, str] = field(default_factory=dict)
     compressions: Mapping[str, str] = field(default_factory=dict)
     rate_controls: Mapping[str, str] = field(default_factory=dict)
@@ -105,6 +114,10 @@ class Plugin:
     trackers: Mapping[str, str] = field(default_factory=dict)
     reporters: Mapping[str, str] = field(default_factory=dict)
     recorders: Mapping[str, str] = field(default_factory=dict)
+    accounts: Mapping[str, str] = field(default_factory=dict)
+    bars: Mapping[str, str] = field(default_factory=dict)
+    measures: Mapping[str, str] = field(default_factory=dict)
+    epochs: Mapping[str, str] = field(default_factory=dict)
     writers: Mapping[str, str] = field(default_factory=dict)
     checkpoint_hooks: Mapping[str, str] = field(default_factory=dict)
     final_models: Mapping[str, str] = field(default_factory=dict)

@@ -181,9 +181,10 @@ class Learner(ABC):
         """The model and its layers, in the model's order, each with the parameters it holds directly. A shared parameter belongs
         to the first layer that has it."""
 
-    def step_cost(self, batch: Batch) -> StepCost | None:
-        """Compute the gradients of a batch some times and drop them; None if the framework does not count operations."""
-        return None
+    def trial(self, batch: Batch) -> AbstractContextManager[Callable[[], None]]:
+        """Inside the `with` block, a function that computes a batch's gradients without the other ranks and drops them. Not every
+        framework has it."""
+        raise NotImplementedError(type(self).__name__)
 
     @abstractmethod
     def numbers(self, values: Sequence[float]) -> Tensor:
@@ -206,29 +207,6 @@ class Learner(ABC):
                 f"get_model: expected the parameters that are trained, got {what} (the optimizer has those that were trainable "
                 f"there: make layers there, and freeze parameters {how})",
             )
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """What a training step costs on this rank, without the exchange of gradients and the optimizer.
-
-    Attributes:
-        flops: the floating-point operations of forward and backward: those of matrix products, convolutions, attention and
-            recurrent layers, a multiplication and an addition counting as two.
-        seconds: how long they take.
-        peak: the operations per second that the device reaches with a product of large matrices.
-        dtype: the type of their numbers.
-    """
-
-    flops: int
-    seconds: float
-    peak: float
-    dtype: str
-
-    @property
-    def share(self) -> float:
-        """The share of the measured peak, from 0 to about 1."""
-        return self.flops / self.seconds / self.peak
 
 
 class Profiler(Protocol):

@@ -68,13 +68,6 @@ class LearnerKeys(Section):
         "constraints such as L2 are added for every batch; False: by the count over all ranks, and once for an update",
         needs="tensorflow-net-dict",
     )
-    count_flops: bool = key(
-        False,
-        "count the floating-point operations of a batch and measure the device's peak before training begins (about a second), "
-        "and report the operations of each epoch and their share of the peak (docs/reports.md)",
-        needs="torch",
-        instead="--summary shows the layers; TensorFlow's profiler counts in graphs of known lengths only",
-    )
     deterministic: bool = key(
         False,
         "compute with operations that give the same bits in every run on the same hardware, and end with an error where there is "

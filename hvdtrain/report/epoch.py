@@ -44,9 +44,8 @@ class EpochReport:
         broken: the number of broken sequences that the epoch's batches went without; None: none.
         diverged: True if the training has diverged (`EpochRecord.is_diverged`); None: it has not.
         epoch_learning_rate: the epoch's rate before a per-step rule and `horovod_scale_lr` are applied; None: not changed.
-        goodput: where the seconds of the whole training went so far, over all its starts (`runtime/goodput.py`).
-        flops: the floating-point operations of the `epoch` and of a `step`, over all ranks, what they can do in a second
-            (`peak`), and the `share` of that; None without `count_flops`.
+        goodput: where the seconds of the whole training went so far, over all its starts (`plugins/goodput/`).
+        measures: by name, what plug-ins measured, each numbers by name: entries of scores.jsonl.
         computing_of_ranks: `computing` of every rank, since the epoch began or was resumed. Not in scores.jsonl.
         num_frames: by data key, the frames of the epoch without padding; on rank 0. Not in scores.jsonl.
         memory: the largest number of bytes so far that rank 0 used of its device's memory; None: unknown. Not in scores.jsonl.
@@ -76,7 +75,7 @@ class EpochReport:
     broken: int | None = None
     diverged: bool | None = None
     goodput: Mapping[str, float] | None = None
-    flops: Mapping[str, float] | None = None
+    measures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     computing_of_ranks: Sequence[float] = ()
     num_frames: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None
@@ -87,7 +86,6 @@ class EpochReport:
         padding = ", ".join(f"{name} {share:.1%}" for name, share in self.padding.items())
         lines = [(5, self.line), (4, f"{start}, padding: {padding}")]
         lines += [] if self.learning_rates is None else [(4, f"{start}, learning rate: {self._rates(self.learning_rates)}")]
-        lines += [] if self.flops is None else [(4, f"{start}, operations: {flops_text(self.flops)}")]
         if self.broken:
             lines.append(
                 (2, f"{start}: {self.broken} of {self.num_sequences} sequences are broken and were left out (skip_broken)")
@@ -196,16 +194,6 @@ class Reporter(Protocol):
     """Receives the report on every finished epoch."""
 
     def epoch(self, report: EpochReport) -> None: ...
-
-
-def flops_text(flops: Mapping[str, float]) -> str:
-    """The numbers of an epoch, as words.
-
-    >>> flops_text({"epoch": 4.2e12, "step": 1.23e10, "peak": 1.2e11, "share": 0.41})
-    '12.3 GFLOP per step, 41% of the 120 GFLOP/s that all ranks reach with products of large matrices'
-    """
-    step, peak = (f"{flops[name] / 1e9:.3g} GFLOP" for name in ("step", "peak"))
-    return f"{step} per step, {flops['share']:.0%} of the {peak}/s that all ranks reach with products of large matrices"
 
 
 FEW_RANKS = 8

@@ -1,5 +1,5 @@
 """JSON files next to the model, for scripts: scores.jsonl, evaluations.jsonl and steps.jsonl, with a line per epoch, per
-evaluation within an epoch, and per recorded step; and summary.json, the model layer by layer.
+evaluation within an epoch, and per recorded step.
 """
 
 from __future__ import annotations
@@ -7,15 +7,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from itertools import count
-from math import prod
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from hvdtrain.disk.atomic import write_atomically
-from hvdtrain.learner.base import Layer
 from hvdtrain.report.epoch import EpochReport, EvaluationReport
 from hvdtrain.report.steps import StepRecord
 from hvdtrain.runtime import log
@@ -30,12 +28,12 @@ def as_line(report: EpochReport) -> dict[str, Any]:
         name: getattr(report, name) or None for name in ("seconds_before", "losses", "splits", "skipped", "sent_between_groups")
     }
     if_any["updated"] = report.updated if report.skipped else None
-    line = {**vars(report), "scores": scores, **if_any}  # asdict would copy the seconds of every rank
+    line = {**vars(report), **report.measures, "scores": scores, **if_any}  # asdict would copy the seconds of every rank
     return {name: value for name, value in line.items() if value is not None and name not in ONLY_LOGGED}
 
 
-ONLY_LOGGED = ("computing_of_ranks", "num_frames", "memory")
-"""What only the log shows of a report."""
+ONLY_LOGGED = ("computing_of_ranks", "num_frames", "memory", "measures")
+"""What only the log shows of a report; the measures are entries of their own."""
 
 
 class JsonLines:
@@ -166,89 +164,3 @@ def _rewrite(path: Path, lines: list[str]) -> None:
     wanted = "".join(f"{line}\n" for line in lines).encode()
     if (path.read_bytes() if path.exists() else b"") != wanted:
         write_atomically(path, wanted)
-
-
-SUMMARY = "summary.json"
-
-OutputShapes = Mapping[str, list[tuple[int, ...]]]
-"""By layer name, the shapes of the tensors that the layer's first call returned for a batch."""
-
-
-def as_json(layers: Iterable[Layer], shapes: OutputShapes) -> dict[str, Any]:
-    """The content of summary.json for a model.
-
-    Returns:
-        `num_parameters`, `num_trainable`, and `layers`, the model itself first, each with `name` ('' for the model), `type`,
-        `parameters` (without those of inner layers: a list of `name`, `shape`, `trainable`), `num_parameters` and
-        `num_trainable` (with those of inner layers), and `output`, a list of shapes, or None if none was recorded.
-    """
-    rows = [_row(layer, shapes) for layer in layers]
-    totals = [(row["name"], *_own_counts(row)) for row in rows]
-    for row in rows:
-        start = f"{row['name']}." if row["name"] else ""
-        inside = [total for total in totals if total[0].startswith(start) or total[0] == row["name"]]
-        row["num_parameters"] = sum(total[1] for total in inside)
-        row["num_trainable"] = sum(total[2] for total in inside)
-    return {
-        "num_parameters": sum(total[1] for total in totals),
-        "num_trainable": sum(total[2] for total in totals),
-        "layers": rows,
-    }
-
-
-def _row(layer: Layer, shapes: OutputShapes) -> dict[str, Any]:
-    parameters = [
-        {"name": name, "shape": list(shape), "trainable": name in layer.trainable} for name, shape in layer.parameters.items()
-    ]
-    output = shapes.get(layer.name)
-    return {
-        "name": layer.name,
-        "type": layer.type,
-        "parameters": parameters,
-        "num_parameters": 0,
-        "num_trainable": 0,
-        "output": None if output is None else [list(shape) for shape in output],
-    }
-
-
-def _own_counts(row: Mapping[str, Any]) -> tuple[int, int]:
-    """The sizes of a layer's parameters, without those of inner layers: of all, and of the trained ones."""
-    counts = [(prod(parameter["shape"]), parameter["trainable"]) for parameter in row["parameters"]]
-    return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)
-
-
-def table(summary: Mapping[str, Any]) -> list[str]:
-    """The lines of a table with a row per layer, and of one with the sums.
-
-    >>> layers = [Layer("", "Model", {}, frozenset()), Layer("last", "Linear", {"weight": (5, 8)}, frozenset())]
-    >>> print("\\n".join(table(as_json(layers, {"last": [(3, 5)]}))))
-    layer  type    output  parameters  trained
-    model  Model   -               40       no
-    last   Linear  3x5             40       no
-    in all: 40 parameters, 0 of them are trained
-    """
-    rows = layer_rows(summary["layers"])
-    return [*rows, f"in all: {summary['num_parameters']:,} parameters, {summary['num_trainable']:,} of them are trained"]
-
-
-def layer_rows(layers: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table with a row for each of these layers of a summary."""
-    lines = [("layer", "type", "output", "parameters", "trained")]
-    for row in layers:
-        counts = row["num_parameters"], row["num_trainable"]
-        trained = "-" if not counts[0] else "yes" if counts[0] == counts[1] else "no" if not counts[1] else f"{counts[1]:,}"
-        lines.append((row["name"] or "model", row["type"], _shapes_text(row["output"]), f"{counts[0]:,}", trained))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join([*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])])  # numbers at the right
-        for line in lines
-    ]
-
-
-def _shapes_text(shapes: list[list[int]] | None) -> str:
-    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes or []) or "-"
-
-
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary.json atomically. Raises: OSError."""
-    write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")

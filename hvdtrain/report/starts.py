@@ -71,7 +71,7 @@ class Start:
         first_epoch: the epoch that training starts or resumes with.
         texts: the text of each config file, by its path.
         directory: the directory in which the command was given.
-        goodput: where the seconds of the training went until this start (`runtime/goodput.py`).
+        goodput: where the seconds of the training went until this start (`plugins/goodput/`).
         commit: of the repository with the config; empty: there is none.
     """
 

@@ -18,7 +18,7 @@ from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negati
 from hvdtrain.config.writable import writable
 from hvdtrain.errors import Problem, problem
 from hvdtrain.runtime.process import OWN, Process
-from hvdtrain.runtime.terminal import Terminal, terminal_of
+from hvdtrain.runtime.terminal import Window, terminal_of
 
 
 class _Logger(logging.Logger):
@@ -256,13 +256,13 @@ class Screen(logging.Handler):
     """Writes to the current `sys.stdout`, which the progress bar replaces while it is shown.
 
     Args:
-        terminal: where that is; rows are no wider. None: no terminal.
+        window: that of the terminal; rows are no wider. None: no terminal.
         has_colors: whether warnings and what is good have colors.
     """
 
-    def __init__(self, terminal: Terminal | None = None, has_colors: bool = False) -> None:
+    def __init__(self, window: Window | None = None, has_colors: bool = False) -> None:
         super().__init__()
-        self._terminal = terminal
+        self._window = window
         self._has_colors = has_colors
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -278,8 +278,8 @@ class Screen(logging.Handler):
         text = super().format(record)
         indent = getattr(record, "indent", None)
         good = getattr(record, "good", "")
-        if self._terminal is not None and indent is not None:
-            text = "\n".join(wrap(text, self._terminal.columns, indent))
+        if self._window is not None and indent is not None:
+            text = "\n".join(wrap(text, self._window.columns, indent))
         if self._has_colors and record.levelno == LEVELS[2]:
             return f"{YELLOW}{text}{PLAIN}"
         return text.replace(good, f"{GREEN}{good}{PLAIN}") if self._has_colors and good else text
@@ -287,10 +287,10 @@ class Screen(logging.Handler):
 
 def open_screen(keys: LogKeys, environment: Mapping[str, str]) -> Screen:
     """The handler for stdout."""
-    window = terminal_of(sys.stdout)
-    suits_colors = window is not None and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+    descriptor = terminal_of(sys.stdout)
+    suits_colors = descriptor is not None and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
     has_colors = keys.log_color == "always" or (keys.log_color == "auto" and suits_colors)
-    return Screen(None if window is None else Terminal(sys.stdout, window), has_colors)
+    return Screen(None if descriptor is None else Window(descriptor), has_colors)
 
 
 ENDS_OF_LINES = ((r" \| ", BETWEEN), ("  ", "  "), ("(?<=,) ", " "))

@@ -1,95 +1,22 @@
-"""Progress bars on terminals: tqdm's, also on the terminals that Open MPI gives its ranks. Log lines, like everything else that
-Python prints meanwhile, appear above them."""
+"""Which terminal a stream prints to, also under Open MPI, and how wide it is."""
 
 from __future__ import annotations
 
 import os
 import sys
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO
 
 from hvdtrain.runtime.mpirun import MPIRUN, MPIRUN_OF_OPEN_MPI_5
 
-T = TypeVar("T")
 
-EVERY = 0.2
-"""Seconds between two updates of a progress bar."""
-
-SHARE = "SHARE"
-BAR = "{desc}: SHARE|{bar:10}{r_bar}"
-"""tqdm's default format, but with a bar of a fixed width, as the losses after it would change the width with every update. SHARE
-stands for the share that is done, as in lines about steps: tqdm would take the number of steps, which are not equally large."""
-
-NARROW = "{desc}: SHARE {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-WIDE = 100
-"""NARROW is the format in a terminal with fewer columns than WIDE."""
-
-
-@contextmanager
-def progress_bar(items: Iterable[T], total: int | None, unit: str) -> Iterator[Iterable[T]]:
-    """The same items, with a bar that counts them as the caller takes them, if stderr or stdout is a terminal.
-
-    Args:
-        total: the number of items, if it is known.
-        unit: the name of an item, for the rate.
-    """
-    with open_terminal(sys.stderr, sys.stdout) as terminal:
-        if terminal is None:
-            yield items
-            return
-        with terminal.bar(items, total=total, unit=unit) as bar:
-            yield bar
-
-
-@contextmanager
-def status_line(text: str) -> Iterator[None]:
-    """Show a line on the terminal inside the `with` block, if there is a terminal."""
-    with open_terminal(sys.stderr, sys.stdout) as terminal:
-        if terminal is None:
-            yield
-            return
-        with terminal.bar(desc=text, bar_format="{desc}{bar}"):
-            yield
-
-
-@contextmanager
-def open_terminal(*streams: IO[str]) -> Iterator[Terminal | None]:
-    """The terminal of the first stream that has one, for bars below the lines that Python prints meanwhile; None: no terminal."""
-    terminal = next(((stream, window) for stream in streams if (window := terminal_of(stream)) is not None), None)
-    if terminal is None:
-        yield None
-        return
-    from tqdm import tqdm  # not needed by a program that draws no bar
-
-    above = [LinesAbove(stream, terminal[0]) for stream in (sys.stdout, sys.stderr)]
-    with configured_tqdm(tqdm), redirect_stdout(above[0]), redirect_stderr(above[1]):
-        try:
-            yield Terminal(*terminal)
-        finally:
-            for stream in above:
-                stream.end()
-
-
-@contextmanager
-def configured_tqdm(tqdm: Any) -> Iterator[None]:
-    """Turn off tqdm's monitor thread (our bars are updated when something happens) and the lock that it shares between processes
-    (only one process draws). Restore both at the end, for the bars of a calling program.
-    """
-    before = tqdm.monitor_interval, getattr(tqdm, "_lock", None)
-    tqdm.monitor_interval = 0
-    tqdm.set_lock(threading.RLock())
-    try:
-        yield
-    finally:
-        tqdm.monitor_interval = before[0]
-        if before[1] is None:
-            del tqdm._lock
-        else:
-            tqdm.set_lock(before[1])
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, as tqdm finds out."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 def terminal_of(stream: IO[str] | None) -> int | None:
@@ -122,74 +49,20 @@ def _opened_terminal(path: str) -> int | None:
     return None
 
 
-class Terminal:
-    """A terminal on which bars are drawn.
+class Window:
+    """A terminal's width.
 
     Args:
-        stream: prints to the terminal.
-        window: a file descriptor for the terminal's width.
+        descriptor: a file descriptor of the terminal.
     """
 
-    def __init__(self, stream: IO[str], window: int) -> None:
-        self._stream = stream
-        self._window = window
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._columns = 79
-
-    def bar(self, items: Iterable[Any] | None = None, **options: Any) -> Any:
-        """A tqdm bar that stays narrower than the terminal when its width changes; rates are means. Closing the bar removes it.
-
-        Args:
-            items: the items that iterating over the bar yields, if any.
-            options: of tqdm: desc, total, initial, unit, bar_format.
-        """
-        from tqdm import tqdm
-
-        bar = tqdm(items, file=self._stream, leave=False, mininterval=EVERY, smoothing=0, ncols=self.columns, **options)
-        bar.dynamic_ncols = lambda _: (self.columns, None)  # tqdm's function asks the stream, whose size under mpirun is outdated
-        return bar
-
-    def bar_format(self, share: float) -> str:
-        """tqdm's format, with the share that is done, from 0 to 1. In a terminal with few columns, the losses take the space of
-        the bar."""
-        return (BAR if self.columns >= WIDE else NARROW).replace(SHARE, f"{share:4.0%}")
 
     @property
     def columns(self) -> int:
-        """The number of columns a bar may take. The last one stays empty, as a character there makes some terminals wrap."""
+        """The number of columns that a line may take. The last one stays empty: with a character there, some terminals wrap."""
         with suppress(OSError):  # a closed terminal has no size
-            self._columns = (os.get_terminal_size(self._window).columns or 80) - 1
+            self._columns = (os.get_terminal_size(self._descriptor).columns or 80) - 1
         return self._columns
-
-
-class LinesAbove:
-    """A stream that prints whole lines above the bars of a terminal.
-
-    Args:
-        stream: where the lines go.
-        terminal: the stream of the bars.
-    """
-
-    def __init__(self, stream: IO[str], terminal: IO[str]) -> None:
-        self._stream = stream
-        self._terminal = terminal
-        self._begun = ""
-
-    def write(self, text: str) -> int:
-        """Print the lines that are complete; keep the rest until its line ends."""
-        from tqdm import tqdm
-
-        with tqdm.get_lock():
-            lines, newline, self._begun = (self._begun + text).rpartition("\n")
-            if newline:
-                with tqdm.external_write_mode(file=self._terminal):
-                    self._stream.write(lines + newline)
-                    self._stream.flush()
-        return len(text)
-
-    def end(self) -> None:
-        """Print the rest of an unfinished line."""
-        self._stream.write(self._begun)
-        self._begun = ""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

@@ -22,7 +22,6 @@ from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.commit import commit_of
-from hvdtrain.report.json_lines import as_json, layer_rows, write_summary
 from hvdtrain.report.rows import end_row
 from hvdtrain.report.starts import Start, append_start, hosts_text, report_command
 from hvdtrain.runtime import log
@@ -173,7 +172,7 @@ def log_end(settings: Settings, session: Session, num_epochs: int) -> None:
     """
     folder = settings.records
     best = session.best.summary(session.best.records(session.progress)) if session.comm.rank == 0 else None
-    total = session.goodput.spent().seconds if num_epochs else None
+    total = session.goodput.seconds if num_epochs else None
     words, of_best = end_row(total, best, str(folder), report_command(folder) if settings.process.is_own else None)
     if words:
         log.row(3, words, good=of_best)
@@ -203,7 +202,7 @@ def check_space(settings: Settings, session: Session) -> None:
 
 
 def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Start:
-    """Collective. Append the settings and hosts of this start to starts.jsonl, and write the model's layers to summary.json.
+    """Collective. Append the settings and hosts of this start to starts.jsonl.
 
     Raises:
         ConfigError: it cannot be written.
@@ -215,15 +214,5 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     place = (settings.files[0] if settings.files else folder).absolute().parent
     commit = commit_of(place) if session.comm.rank == 0 else ""
     start = Start(hosts, in_effect, first, size, settings.texts, goodput=session.goodput.record(), commit=commit)
-
-    def note() -> None:
-        append_start(folder, start)
-        summary = as_json(session.learner.layers(), {})
-        write_summary(folder, summary)
-        for line in layer_rows(layer for layer in summary["layers"] if layer["name"] and "." not in layer["name"]):
-            log.debug(line)
-        if summary["num_trainable"] != summary["num_parameters"]:
-            log.debug(f"{summary['num_trainable']:,} of the parameters are trained")
-
-    on_rank_zero(session.comm, note, name="note_start")
+    on_rank_zero(session.comm, partial(append_start, folder, start), name="note_start")
     return start

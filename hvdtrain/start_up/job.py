@@ -57,8 +57,7 @@ from hvdtrain.settings import Settings
 from hvdtrain.start_up.checkpoints import checkpoint_folder, checkpoint_hooks_of, fetch_needed_models, mirror_of
 from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
 from hvdtrain.start_up.epochs import open_epochs
-from hvdtrain.start_up.goodput import job_began
-from hvdtrain.start_up.ranks import open_communicator, threads
+from hvdtrain.start_up.ranks import job_began, open_communicator, threads
 from hvdtrain.start_up.sigterm import act_on_sigterm
 from hvdtrain.training.session import Session
 
@@ -219,10 +218,9 @@ def _open(
         if progress.current is None:  # within an epoch, the models of the ranks may differ
             loader.broadcast()
     epochs = open_epochs(settings, comm, learner, watchdog, stack, progress.current, purpose == "train")
-    goodput = Goodput(timer)
     of_epochs = checkpoint_hooks if purpose == "train" else []
     return Session(
-        comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, goodput, loader, of_epochs
+        comm, timer, watchdog, interrupt, feeds, learner, reducer, saver, best, progress, epochs, Goodput(), loader, of_epochs
     )
 
 

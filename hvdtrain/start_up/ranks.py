@@ -13,6 +13,7 @@ from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.runtime.goodput import process_began, steady_time
 from hvdtrain.settings import Settings
 
 Connection = tuple[Communicator, AbstractContextManager[None]]
@@ -67,6 +68,14 @@ def open_communicator(settings: Settings) -> Iterator[Communicator]:
             comm.close()
         raise
     comm.close()
+
+
+def job_began(settings: Settings) -> float:
+    """When the job began: its restarts by a launcher belong to it."""
+    launcher = this_process.launcher()
+    if launcher.began is not None:
+        return launcher.began
+    return process_began(launcher.parent) if settings.process.is_own else steady_time()
 
 
 def prepare(settings: Settings) -> None:

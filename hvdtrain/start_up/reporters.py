@@ -13,9 +13,7 @@ from hvdtrain.report.json_lines import EvaluationLines, JsonLines, StepLines
 from hvdtrain.report.rows import BEST, cost_row, epoch_name, epoch_seconds, score_row, seconds_left
 from hvdtrain.report.starts import Start
 from hvdtrain.report.steps import Reporters
-from hvdtrain.report.table import GrowingTable, epoch_table
 from hvdtrain.runtime import log
-from hvdtrain.runtime.notebook import is_notebook
 from hvdtrain.schedule.measure import changed_scales_line, fallback_line, unclear_line
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
@@ -47,17 +45,9 @@ def _own_reporters(settings: Settings, session: Session) -> Reporters:
     steps.go_on(progress.epoch + 1, 0 if current is None else progress.step - current.first_step)
     best = BestReporter(session)
     reporters: list[Reporter] = [epochs, Rows(session, settings.run.num_epochs), best]
-    if is_notebook():
-        reporters.append(GrowingTable(lambda: table_of(session)))
     evaluations = EvaluationLines(folder / "evaluations.jsonl")
     evaluations.go_on({record.step for record in progress.evaluations})
     return Reporters(reporters, [steps.step], evaluations=[evaluations.evaluation, best.evaluation])
-
-
-def table_of(session: Session) -> str:
-    """The epochs so far as HTML."""
-    best = session.best.measure.best(session.best.records(session.progress))
-    return epoch_table(session.progress.history, None if best is None else best.epoch)
 
 
 class Rows:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.runtime import log
-from hvdtrain.runtime.terminal import open_terminal
+from hvdtrain.runtime.bars import bars
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
 
@@ -42,29 +40,16 @@ def _beat(watchdog: Watchdog | None) -> None:
 @contextmanager
 def _progress(has_bar: bool, beat: Callable[[], None], what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show progress while a dataset is read; yield a function to call with the number of items read since the last call."""
-    with open_terminal(sys.stderr, sys.stdout) if has_bar else nullcontext() as terminal:
-        bar = None if terminal is None else terminal.bar(total=total, unit="seq", desc="finding lengths")
-        try:
-            yield _Advance(what, bar, beat)
-        finally:
-            if bar is not None:
-                bar.close()
+    began = time.monotonic()
+    is_logged = False
+    with bars().count("finding lengths", total, "seq") if has_bar else nullcontext(lambda number: None) as count:
 
+        def advance(number: int) -> None:
+            nonlocal is_logged
+            beat()
+            if not is_logged and time.monotonic() - began > WORTH_A_LINE:
+                is_logged = True
+                log.info(f"{what}: all of it is read once ...")
+            count(number)
 
-class _Advance:
-    """Called with the number of items of a dataset that were read since the last call."""
-
-    def __init__(self, what: str, bar: Any, beat: Callable[[], None]) -> None:
-        self._what = what
-        self._bar = bar
-        self._beat = beat
-        self._began = time.monotonic()
-        self._is_logged = False
-
-    def __call__(self, number: int) -> None:
-        self._beat()
-        if not self._is_logged and time.monotonic() - self._began > WORTH_A_LINE:
-            self._is_logged = True
-            log.info(f"{self._what}: all of it is read once ...")
-        if self._bar is not None:
-            self._bar.update(number)
+        yield advance

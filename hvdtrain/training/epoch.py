@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.feed import Feed
@@ -19,7 +19,6 @@ from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.divergence import divergence_lines, has_diverged
 from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
 from hvdtrain.training.agreement import completed_share, plan_together
-from hvdtrain.training.flops import FlopRate
 from hvdtrain.training.limits import Rates
 from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepReport
@@ -192,7 +191,7 @@ def epoch_report(
     end = current.position if current.ended_by else epoch.plan.num_batches
     last_rate = rates.last if rates.updates else epoch.learning_rate
     columns = feed.lengths_in(current.epoch) if session.comm.rank == 0 else {}  # only rank 0 shows the speed
-    return EpochReport(
+    report = EpochReport(
         epoch=current.epoch,
         steps=step - current.first_step,
         global_step=step,
@@ -218,16 +217,10 @@ def epoch_report(
         updated=current.updated,
         broken=current.left_out or None,
         goodput=session.goodput.entries(),
-        flops=None if session.flops is None else flops_of(session.flops, epoch, feed, step),
         num_frames={name: feed.passes * epoch.plan.num_frames(column, 0, end) for name, column in columns.items()},
         memory=peak_memory(session.learner.meter),
     )
-
-
-def flops_of(rate: FlopRate, epoch: TrainingEpoch, feed: Feed, step: int) -> Mapping[str, float]:
-    """The floating-point operations of an epoch that ended with a step of the whole training."""
-    current = epoch.current
-    return rate.epoch_flops(feed, epoch.plan, current.epoch, current.position, step - current.first_step, current.elapsed)
+    return replace(report, measures={name: measure(report) for name, measure in session.measures.items()})
 
 
 def evaluation_report(epoch: TrainingEpoch, record: EvaluationRecord, seconds: float) -> EvaluationReport:

@@ -1,10 +1,8 @@
-"""The keys of evaluations within epochs, and of keys that change with the epoch."""
+"""The keys of evaluations within epochs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, positive
 from hvdtrain.data.keys import DataKeys
@@ -62,15 +60,3 @@ class EvaluationKeys(Section):
                 "missing", "eval_interval_for: expected learning_rate_control = 'newbob...' for 'learning_rate', got 'constant'"
             )
         return problems
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerEpochKeys(Section):
-    """Keys that change with the epoch."""
-
-    keys_of_epoch: Callable[..., Any] | str | None = key(
-        None,
-        "function {signature} that returns a dict of the keys that have another value in this epoch: those of batches, chunks "
-        "and accumulation, learning_rate, and train, dev, eval and eval_datasets (docs/training.md)",
-        signature="*, epoch, **_",
-    )

@@ -54,7 +54,7 @@ class Saving:
                 self._clock.count(current)  # first, as it waits for the steps that a GPU still computes
                 self._scores.gather(current)
             self.compare_weights()
-            progress.spent = session.goodput.spent(is_end).state()
+            progress.spent = session.goodput.state(is_end)
             expect_wait(session)
             ranks = session.saver.prepare(partial(check_files, feeds))
             session.watchdog.beat(f"step {progress.step}, saving", "saving")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hvdtrain.checkpoint.hooks import CheckpointHooks
@@ -15,14 +15,18 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.types import Array
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.reducer import Reducer
+from hvdtrain.report.epoch import EpochReport
 from hvdtrain.runtime.goodput import Goodput
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import Watchdog
-from hvdtrain.training.flops import FlopRate
 
 StepRecorder = Callable[[int, int, Array], None]
 """Called before a step with the epoch, the number of earlier steps of the training, and the indices of this rank's sequences."""
+
+
+EpochMeasure = Callable[[EpochReport], Mapping[str, float]]
+"""Called with the report of an epoch; returns numbers by name, which become an entry of it."""
 
 
 class Epochs(Protocol):
@@ -54,7 +58,7 @@ class Session:
         goodput: measures where the seconds of the training go.
         loader: loads models into that of the job.
         checkpoint_hooks: what plug-ins do with the model and the checkpoints.
-        flops: estimates the floating-point operations of epochs; None: they are not reported.
+        measures: by name, what plug-ins measure about epochs on this rank.
     """
 
     comm: Communicator
@@ -71,4 +75,4 @@ class Session:
     goodput: Goodput
     loader: Loader
     checkpoint_hooks: Sequence[CheckpointHooks] = ()
-    flops: FlopRate | None = None
+    measures: Mapping[str, EpochMeasure] = field(default_factory=dict)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
 from hvdtrain.report.rows import progress_parts
 from hvdtrain.report.steps import StepRecord
 from hvdtrain.runtime import log
+from hvdtrain.runtime.bars import EVERY, StepBar, StepsSoFar, bars
 from hvdtrain.runtime.log import BETWEEN, SCREEN, LogKeys
-from hvdtrain.runtime.notebook import Notebook, is_notebook, open_notebook
 from hvdtrain.runtime.process import OWN, Process
 from hvdtrain.runtime.scores import Scores, text
-from hvdtrain.runtime.terminal import EVERY, Terminal, open_terminal
 from hvdtrain.runtime.timer import clock_text
 
 
@@ -158,7 +156,7 @@ class StepLog:
     Args:
         interval: seconds between two lines, each with the mean losses of the steps since the previous line; the bar shows those
             of the last line. On a GPU, the losses of the last few steps are part of the next line.
-        terminal: where the bar is drawn; None: no bar.
+        bar: shows how far it is; None: nothing does.
         fields: additional fields of the lines.
         every: log every N steps of an epoch or an evaluation, instead of at intervals; None: at intervals.
     """
@@ -166,15 +164,14 @@ class StepLog:
     def __init__(
         self,
         interval: float = inf,
-        terminal: Terminal | Notebook | None = None,
+        bar: StepBar | None = None,
         fields: Sequence[Field] = (),
         every: int | None = None,
     ) -> None:
         self._interval = interval
         self._every = every
         self._fields = fields
-        self._terminal = terminal
-        self._bar: Any = None
+        self._bar = bar
         self._progress = _LoggedSteps()
 
     def begin(self, epoch: int, dataset: str | None, rounds: int, elapsed: float = 0.0, listener: Listener | None = None) -> None:
@@ -202,8 +199,8 @@ class StepLog:
         progress.unreported = None if is_due or progress.listener is None else report
         if is_due:
             self._log(report, progress, now)
-        if self._terminal is not None and now - progress.drawn >= EVERY:
-            self._draw(self._terminal, report, progress, now)
+        if self._bar is not None and now - progress.drawn >= EVERY:
+            self._draw(self._bar, report, progress, now)
 
     def _log(self, report: StepReport, progress: _LoggedSteps, now: float) -> None:
         """Call the listener, and log a line: first the part that programs read, then the rest."""
@@ -225,20 +222,13 @@ class StepLog:
         progress.shown = now if level == 3 else progress.shown
         log.row(level, BETWEEN.join([line, *progress_parts(text(progress.scores.means()), speed, memory)]))
 
-    def _draw(self, terminal: Terminal | Notebook, report: StepReport, progress: _LoggedSteps, now: float) -> None:
+    def _draw(self, bar: StepBar, report: StepReport, progress: _LoggedSteps, now: float) -> None:
         progress.drawn = now
-        if self._bar is None:
-            before = report.number - progress.done
-            total = before + progress.num_steps
-            form = terminal.bar_format(report.complete)
-            self._bar = terminal.bar(desc=progress.short, total=total, initial=before, unit="step", bar_format=form)
-            self._bar.start_t -= now - progress.began  # the bar is created late, but its rate counts from the beginning
-        self._bar.n = report.number
+        before = report.number - progress.done
+        total = before + progress.num_steps
+        steps = StepsSoFar(progress.short, before, report.number, total, report.complete, now - progress.began)
         rate = "" if report.learning_rate is None else f"learning rate {report.learning_rate:.3g}"
-        columns = terminal.columns
-        self._bar.bar_format = terminal.bar_format(report.complete)
-        self._bar.set_postfix_str("", refresh=False)
-        self._bar.set_postfix_str(fit_parts([*progress.losses.split(", "), rate], columns - len(str(self._bar))))
+        bar.draw(steps, [*progress.losses.split(", "), rate])
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -266,23 +256,8 @@ class StepLog:
 
     def end(self) -> None:
         """End the epoch's training or the evaluation: remove the bar, or in a notebook finish it."""
-        if self._bar is not None and self._terminal is not None:
-            self._bar.n = self._progress.number  # a notebook keeps the bar
-            self._bar.bar_format = self._terminal.bar_format(self._progress.share)
-            self._bar.close()
-            self._bar = None
-
-
-def fit_parts(parts: list[str], room: int) -> str:
-    """As many of the first parts as fit, each with a separator before it. A number that is cut off would look like another one.
-
-    >>> fit_parts(["ce 0.123", "", "error 0.4567", "learning rate 0.1"], 24)
-    'ce 0.123, error 0.4567'
-    """
-    shown = _join(parts)
-    while len(shown) + 2 > room and shown:
-        shown = shown.rpartition(", ")[0]
-    return shown
+        if self._bar is not None:
+            self._bar.end(self._progress.number, self._progress.share)
 
 
 def _join(parts: list[str]) -> str:
@@ -298,25 +273,11 @@ def open_step_log(keys: LogKeys, rank: int, process: Process = OWN) -> Iterator[
     if rank:
         yield StepLog()
     elif keys.targets[SCREEN] >= 3 and (process.prints_log or not process.is_own):
-        with _open_bar_terminal(process) as terminal:
-            step_log = StepLog(keys.log_interval, terminal, fields, keys.log_interval_steps)
+        with bars().steps(process) as bar:
+            step_log = StepLog(keys.log_interval, bar, fields, keys.log_interval_steps)
             try:
                 yield step_log
             finally:
                 step_log.end()
     else:
         yield StepLog(keys.log_interval, fields=fields, every=keys.log_interval_steps)
-
-
-@contextmanager
-def _open_bar_terminal(process: Process) -> Iterator[Terminal | Notebook | None]:
-    if not process.is_own and is_notebook():
-        with open_notebook() as notebook:
-            yield notebook
-        return
-    with open_terminal(sys.stdout) as terminal, ExitStack() as inside:
-        if terminal is not None and not process.prints_log:
-            from tqdm.contrib.logging import logging_redirect_tqdm
-
-            inside.enter_context(logging_redirect_tqdm())  # log lines of the user's program appear above the bar
-        yield terminal

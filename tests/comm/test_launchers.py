@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.comm import horovod_elastic
 from hvdtrain.comm.launchers import LAUNCHERS, Launcher, Place, check_variables, launcher_of
-from hvdtrain.comm.torchrun_failures import Failure, read
 from hvdtrain.errors import ConfigError, DamagedCheckpoint, HvdtrainError, LaunchError, Outcome, PeerFailure, TrainingError
+from hvdtrain.plugins.horovod import elastic
+from hvdtrain.plugins.torchrun.failures import Failure, read
 from hvdtrain.runtime.interrupt import Stopped
 
 ELASTIC = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_ELASTIC": "1"}
@@ -36,8 +36,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append("stop" if after_stop else "failure of a peer")
         return "no rank"
 
-    monkeypatch.setattr(horovod_elastic, "start_again", start_again)
-    monkeypatch.setattr(horovod_elastic, "report_error", lambda environ: asked.append("error"))
+    monkeypatch.setattr(elastic, "start_again", start_again)
+    monkeypatch.setattr(elastic, "report_error", lambda environ: asked.append("error"))
     return asked
 
 
@@ -84,7 +84,7 @@ def test_a_new_launcher_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -
         name = "aprun"
         variables = (("ALPS_APP_PE", "ALPS_SIZE", "ALPS_LOCAL", "ALPS_LOCAL_SIZE"),)
 
-    monkeypatch.setattr("hvdtrain.comm.launchers.LAUNCHERS", (Aprun, *LAUNCHERS))
+    monkeypatch.setattr("hvdtrain.comm.launchers.LAUNCHERS", {"aprun": Aprun, **LAUNCHERS})
     assert launcher_of({"ALPS_APP_PE": "3", "ALPS_SIZE": "4"}).place == Place("aprun", 3, 4)
     assert launcher_of({}).place == Place(None)
 

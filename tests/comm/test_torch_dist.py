@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from launching import clean_environment
 
-from hvdtrain.comm.launchers import Place, variables
+from hvdtrain.comm.launchers import Place
 from hvdtrain.comm.meeting_point import HVDTRAIN_INIT_METHOD
+from hvdtrain.plugins.local_ranks.reports import variables
 
 RANK = """
 import sys

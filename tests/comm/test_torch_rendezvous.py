@@ -1,4 +1,4 @@
-"""Where processes meet, and which processes this one starts: pure functions of the environment and the keys."""
+"""Where processes meet: a pure function of the environment and the keys."""
 
 import socket
 import time
@@ -11,16 +11,14 @@ import torch.distributed
 from torch.distributed import HashStore
 
 from hvdtrain.comm import torch_rendezvous
-from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launchers import Place, detect, variables
-from hvdtrain.comm.local import places
+from hvdtrain.comm.launchers import Place, detect
 from hvdtrain.comm.meeting_point import Address, Agent, SharedFile, meeting_point, parse
 from hvdtrain.comm.slurm import host_names
 from hvdtrain.comm.torch_dist import leaving
 from hvdtrain.comm.torch_rendezvous import _check_in, meet
 from hvdtrain.errors import DataError, LaunchError
+from hvdtrain.plugins.local_ranks.reports import variables
 
-ALONE = Place(None)
 SRUN = Place("srun", rank=3, size=5, local_rank=0, local_size=2)
 MPIRUN = Place("mpirun", rank=1, size=2, local_rank=1, local_size=2)
 STEP = {
@@ -112,56 +110,6 @@ def test_processes_that_hvdtrain_started_meet_where_it_said() -> None:
     assert meeting_point(environ, detect(environ), "tcp://h:1") == Address(("h",), 1)
     del environ["HVDTRAIN_INIT_METHOD"]  # each of several tasks of srun started some
     assert meeting_point({**environ, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, detect(environ)) == meeting_point(STEP, SRUN)
-
-
-def ranks(keys: LaunchKeys, place: Place) -> list[tuple[int, int, int, int]]:
-    return [(one.rank, one.size, one.local_rank, one.local_size) for one in places(keys, place)]
-
-
-def test_which_processes_are_started() -> None:
-    assert ranks(LaunchKeys(), ALONE) == []
-    assert ranks(LaunchKeys(ngpu=1, multiprocessing_distributed=False), ALONE) == []
-    assert ranks(LaunchKeys(ngpu=0), ALONE) == []
-    assert ranks(LaunchKeys(), SRUN) == []
-    assert ranks(LaunchKeys(ngpu=2), Place("hvdtrain", 0, 2, 0, 2)) == []
-    assert ranks(LaunchKeys(ngpu=3), ALONE) == [(0, 3, 0, 3), (1, 3, 1, 3), (2, 3, 2, 3)]
-    assert ranks(LaunchKeys(dist_rank=2, dist_world_size=3), ALONE) == [(2, 3, 0, 1)]
-    assert ranks(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), ALONE) == [(2, 4, 0, 2), (3, 4, 1, 2)]
-
-
-def test_processes_of_a_launcher_that_start_some_of_their_own() -> None:
-    keys = LaunchKeys(ngpu=2, multiprocessing_distributed=True, dist_launcher="slurm")
-    assert ranks(keys, Place("srun", 1, 2, 0, 1)) == [(2, 4, 0, 2), (3, 4, 1, 2)]
-    assert ranks(keys, Place("srun", 1, 2, 1, 2)) == [(2, 4, 2, 4), (3, 4, 3, 4)]
-    one_each = LaunchKeys(ngpu=1, multiprocessing_distributed=False, dist_launcher="slurm", dist_world_size=5)
-    assert ranks(one_each, SRUN) == []
-
-
-@pytest.mark.parametrize(
-    ("keys", "place", "message"),
-    [
-        (LaunchKeys(ngpu=2), MPIRUN, "ngpu: expected 1 for processes that mpirun started, got 2"),
-        (
-            LaunchKeys(dist_launcher="slurm"),
-            MPIRUN,
-            "expected processes that srun started for 'slurm', got processes that mpirun started",
-        ),
-        (
-            LaunchKeys(dist_launcher="mpi"),
-            ALONE,
-            "expected processes that mpirun started for 'mpi', got a process without a launcher",
-        ),
-        (
-            LaunchKeys(dist_world_size=2),
-            ALONE,
-            "dist_rank: expected the rank of this process, of dist_world_size = 2, got nothing",
-        ),
-        (LaunchKeys(dist_world_size=3), MPIRUN, "expected what mpirun says, 1 of 2, got 1 of 3"),
-    ],
-)
-def test_keys_that_contradict_the_launcher(keys: LaunchKeys, place: Place, message: str) -> None:
-    with pytest.raises(LaunchError, match=message):
-        places(keys, place)
 
 
 class CountedStore:

@@ -20,7 +20,6 @@ import torch
 from opened_data import opened
 from speech_files import write_folder
 
-from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
@@ -32,6 +31,7 @@ from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Batch, Stream
 from hvdtrain.data.views import OneAtATime, View
 from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
 
 datasets.disable_progress_bars()

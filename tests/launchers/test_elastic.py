@@ -27,14 +27,15 @@ from elastic import (
 from launching import EMPTY, ROOT, TOY, clean_environment, launch, refused, torchrun
 
 from hvdtrain.checkpoint.lock import Holder, lock_model
-from hvdtrain.comm.child import HUNG, PEER_FAILED
 from hvdtrain.comm.keys import LaunchKeys
-from hvdtrain.comm.launchers import Launcher, Mpirun, Ngpu, Place, SingleProcess, Srun, Torchrun
-from hvdtrain.comm.local import places
-from hvdtrain.comm.restarts import Restarts, check_restarts
-from hvdtrain.comm.torchrun_failures import Failure, print_refusal, read, record
+from hvdtrain.comm.launchers import Launcher, Mpirun, Place, SingleProcess, Srun, Torchrun
 from hvdtrain.errors import LaunchError
+from hvdtrain.plugins.local_ranks.launcher import Ngpu
+from hvdtrain.plugins.local_ranks.reports import HUNG, PEER_FAILED
+from hvdtrain.plugins.local_ranks.restarts import Restarts
+from hvdtrain.plugins.local_ranks.start import check_restarts, places
 from hvdtrain.plugins.report.state import read_state
+from hvdtrain.plugins.torchrun.failures import Failure, print_refusal, read, record
 from hvdtrain.plugins.trace.records import has_begun, num_runs, trained_on
 from hvdtrain.settings import read_settings
 

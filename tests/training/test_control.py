@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
-from hvdtrain.comm.child import TIMES
-from hvdtrain.comm.launchers import Ngpu, Place
+from hvdtrain.comm.launchers import Place
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.learner.reducer import Traffic
+from hvdtrain.plugins.local_ranks.launcher import Ngpu
+from hvdtrain.plugins.local_ranks.reports import TIMES
 from hvdtrain.runtime.interrupt import Interrupt
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.history import EpochRecord
-from hvdtrain.start_up.goodput import job_began
+from hvdtrain.start_up.ranks import job_began
 from hvdtrain.start_up.sigterm import mpirun_line
 from hvdtrain.training.control import Interval
 from hvdtrain.training.epoch import EpochClock

@@ -13,13 +13,12 @@ from hvdtrain.context import Loss
 from hvdtrain.data.randomness import EVALUATION, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.attributes import kinds_of
-from hvdtrain.learner.base import Layer, Learner, StepCost, Total
+from hvdtrain.learner.base import Layer, Learner, Total
 from hvdtrain.learner.marks import MarksOfSteps
 from hvdtrain.learner.meter import BatchOutputs, Meter, scales_of
 from hvdtrain.learner.torch.assembly import Assembly, BatchNormExchange
 from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.config_functions import ConfigFunctions
-from hvdtrain.learner.torch.cost import compute_dtype, step_cost
 from hvdtrain.learner.torch.device import device_name, free_memory, is_out_of_memory, seed_all
 from hvdtrain.learner.torch.gradients import Gradients
 from hvdtrain.learner.torch.inspect import layers_of
@@ -151,16 +150,12 @@ class TorchLearner(Learner):
     def layers(self) -> Iterator[Layer]:
         return layers_of(self.model)
 
-    def step_cost(self, batch: Batch) -> StepCost | None:
-        with self._trial(batch) as step:
-            return step_cost(step, self._device, compute_dtype(self._functions.autocast))
-
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
     def try_batch(self, batch: Batch) -> bool:
         fits = True
-        with self._trial(batch) as step:
+        with self.trial(batch) as step:
             try:
                 step()
             except BaseException as error:
@@ -171,8 +166,8 @@ class TorchLearner(Learner):
         return fits
 
     @contextmanager
-    def _trial(self, batch: Batch) -> Iterator[Callable[[], None]]:
-        """A function that computes a batch's gradients without the other ranks, and drops them; buffers are restored."""
+    def trial(self, batch: Batch) -> Iterator[Callable[[], None]]:
+        """Buffers are restored at the end."""
         await_copy(batch)
         buffers = self._copy_buffers()
 

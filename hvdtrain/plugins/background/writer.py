@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.fork_server import Fork, ForkedProcess, fork, rename
+from hvdtrain.comm.fork import Fork, ForkedProcess, fork, rename
 from hvdtrain.data.combine.workers import end_with
 from hvdtrain.errors import STOP_SIGNALS
 from hvdtrain.learner.contents import CheckpointContents, FileFormat

@@ -198,7 +198,7 @@ def check_environment(environ: Mapping[str, str], framework: str | None = None) 
     ]
 
 
-VARIABLES = [(launcher.name, names) for launcher in LAUNCHERS for names in launcher.variables]
+VARIABLES = list(dict.fromkeys((launcher.name, names) for launcher in LAUNCHERS.values() for names in launcher.variables))
 """Every launcher with its variables for rank, size, local rank and local size."""
 
 

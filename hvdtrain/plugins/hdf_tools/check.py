@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.config.command_line import command_parser
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
@@ -28,6 +27,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.plugins.hdf_tools.content import check_values, slow_parts, spread, storage
 from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
 
 EPILOG = """\

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.comm.mpi import Crashed, Peers, SinglePeer, open_peers, run_on_all
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Item
@@ -25,8 +24,9 @@ from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
+from hvdtrain.plugins.hdf_tools.peers import Crashed, Peers, SinglePeer, open_peers, run_on_all
 from hvdtrain.plugins.hdf_tools.sources import NO_COPIES, Selection, Source, find_dataset, open_source, read_by_index
-from hvdtrain.runtime.terminal import progress_bar, status_line
+from hvdtrain.runtime.bars import bars, counted
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 
@@ -178,7 +178,7 @@ def dump(
             items = _until_failure(items, peers)
 
             def write() -> None:
-                with progress_bar(items, count, "seq") if writer is not None else nullcontext(items) as drawn:
+                with counted(items, count, "seq") if writer is not None else nullcontext(items) as drawn:
                     _write(iter(drawn), source, writer, like, folder / f"{peers.rank}.hdf")
 
             run_on_all(peers, write)
@@ -187,7 +187,7 @@ def dump(
                 if writer is not None:
                     for rank in range(1, peers.size):
                         _append(writer, folder / f"{rank}.hdf")
-                    with status_line(f"putting the sequences together in {out}"):
+                    with bars().line(f"putting the sequences together in {out}"):
                         stack.close()  # here, so that all ranks learn whether it succeeded
 
             run_on_all(peers, join)

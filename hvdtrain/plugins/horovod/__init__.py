@@ -2,4 +2,7 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(transports={"horovod": f"{__name__}.communicator:connect"})
+PLUGIN = Plugin(
+    transports={"horovod": f"{__name__}.communicator:connect"},
+    launchers={"elastic_horovodrun": f"{__name__}.launcher:ElasticHorovodrun"},
+)

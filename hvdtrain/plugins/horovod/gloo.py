@@ -20,11 +20,11 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdtrain.comm.horovod_elastic import request
 from hvdtrain.comm.launchers import Place, detect
-from hvdtrain.comm.mpi import open_peers
+from hvdtrain.comm.mpi import world
 from hvdtrain.comm.slurm import host_names, tasks_per_node
 from hvdtrain.errors import LaunchError
+from hvdtrain.plugins.horovod.elastic import request
 
 RENDEZVOUS_TIMEOUT = 120.0
 """Seconds that the other ranks wait for rank 0."""
@@ -138,7 +138,7 @@ def _job_of_srun(environ: Mapping[str, str], place: Place) -> Job:
 
 def _job_of_mpirun(environ: Mapping[str, str], place: Place) -> Job:
     """Collective. mpi4py is used only to gather the host names."""
-    names = open_peers().gather(socket.gethostname(), name="hosts")
+    names = world(place).allgather(socket.gethostname())
     hosts = tuple(dict.fromkeys(names))
     tasks = tuple(names.count(host) for host in hosts)
     name = environ.get("PMIX_NAMESPACE") or environ.get("PMI_JOBID") or ""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from hvdtrain.learner.base import StepCost
+from typing import TYPE_CHECKING
+
+from hvdtrain.plugins.inspect.flops import first_batch
+from hvdtrain.plugins.inspect.layers import OutputShapes, as_json, table
 from hvdtrain.plugins.inspect.models import is_of_torch
-from hvdtrain.report.json_lines import OutputShapes, as_json, table
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings
-from hvdtrain.start_up.flops import first_batch
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.without_files import writing_nothing
 from hvdtrain.training.agreement import plan_together
+
+if TYPE_CHECKING:
+    from hvdtrain.plugins.inspect.torch_cost import StepCost
 
 
 def summarize(settings: Settings) -> None:
@@ -32,14 +36,17 @@ def summarize(settings: Settings) -> None:
             log.result(line)
         plan = plan if feed is train else plan_together(session.comm, train, epoch)
         with first_batch(session, train, plan, epoch) as batch:
-            cost = None if batch is None else session.learner.step_cost(batch)
-            if batch is not None and cost is not None:
+            if batch is not None and is_of_torch(session.learner.model):
+                from hvdtrain.plugins.inspect.torch_cost import step_cost  # here, as above
+
+                cost = step_cost(session.learner, batch, settings.precision.precision().dtype)
                 log.result(_cost_line(cost, len(batch.indices), session.learner.device_name))
 
 
 def _cost_line(cost: StepCost, num_sequences: int, device: str) -> str:
     """How far a step is from what the device can do.
 
+    >>> from hvdtrain.plugins.inspect.torch_cost import StepCost
     >>> _cost_line(StepCost(12_000_000_000, 0.5, 60e9, "float32"), 20, "CPU").partition("which is ")[2]
     '40% of the 60 GFLOP/s that a product of float32 matrices reaches on this CPU'
     """

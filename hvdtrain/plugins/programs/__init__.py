@@ -6,5 +6,6 @@ PLUGIN = Plugin(
     names={
         name: f"{__name__}.api:{name}" for name in ("Average", "Best", "Result", "evaluate", "forward", "load_model", "train")
     },
-    needs={"forward": "hvdtrain.forward"},
+    reporters={"table": f"{__name__}.table:show_table"},
+    needs={"forward": "hvdtrain.forward", "local_ranks": "ranks of a call"},
 )

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.cli import restarts, run_task
-from hvdtrain.comm import local, this_process
+from hvdtrain.cli import run_task
+from hvdtrain.comm import this_process
 from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import Place
 from hvdtrain.comm.single import SingleCommunicator
@@ -30,6 +30,7 @@ from hvdtrain.config.overrides import CALL, OVERRIDING
 from hvdtrain.config.source import Config, separate_imports
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.plugins.local_ranks.start import places, restart_rule
 from hvdtrain.plugins.programs.result import Best as Best
 from hvdtrain.plugins.programs.result import Result as Result
 from hvdtrain.plugins.programs.spawn import NotImportable, call_on_ranks, pack_with_code
@@ -156,7 +157,7 @@ class _Job:
                 return _run_in_process(replace(settings, process=process))
             self._check_importable(configs)
             arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
-            returned = call_on_ranks(wanted, f"{__name__}:_on_rank", arguments, restarts(settings), self.handles_signals)
+            returned = call_on_ranks(wanted, f"{__name__}:_on_rank", arguments, restart_rule(settings), self.handles_signals)
             if settings.run.task == "train":
                 returned["model"] = partial(_reload, configs, self.keys, returned["checkpoint"])
             return returned
@@ -303,7 +304,7 @@ def _ranks_to_start(settings: Settings, ranks: int | None) -> list[Place]:
     """The ranks to start; empty: this process runs the job. Raises: LaunchError."""
     place = this_process.place()
     if ranks is None:
-        return local.places(settings.launch, place)
+        return places(settings.launch, place)
     if ranks == 1:
         return []
     if place.launcher is not None:

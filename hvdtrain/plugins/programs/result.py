@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.report.table import epoch_table
+from hvdtrain.plugins.programs.table import epoch_table
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.training.average import Average
 

@@ -1,7 +1,7 @@
 """Ranks for a calling program: a function runs on each of them, and rank 0's value, or an error, is returned.
 
 The program and its ranks share a folder during the call: `job` holds the function and its arguments, rank 0 appends lines to
-`log` and writes `result`, and a rank that fails writes `error-RANK`. `local.py` runs the processes, and ends all if one fails.
+`log` and writes `result`, and a rank that fails writes `error-RANK`. `local_ranks` runs the processes, and ends all if one fails.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from hvdtrain.comm import local, this_process
+from hvdtrain.comm import this_process
 from hvdtrain.comm.child import end_with
 from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE, Place
 from hvdtrain.config.references import resolve
 from hvdtrain.config.source import MODULE_NAME
 from hvdtrain.disk.atomic import UNFINISHED, write_atomically
 from hvdtrain.errors import STOP_SIGNALS, ConfigError, HvdtrainError, PeerFailure, TrainingError
+from hvdtrain.plugins.local_ranks.processes import RestartRule, launch
 
 PROGRAM = ("-c", "import sys; from hvdtrain.plugins.programs.spawn import on_rank; sys.exit(on_rank(sys.argv[1]))")
 """Python's arguments that start a rank."""
@@ -96,7 +97,7 @@ class RankTraceback(Exception):
 
 
 def call_on_ranks(
-    places: list[Place], function: str, arguments: Mapping[str, Any], restarts: local.RestartRule, signals: bool = False
+    places: list[Place], function: str, arguments: Mapping[str, Any], restarts: RestartRule, signals: bool = False
 ) -> Any:
     """Start ranks that call a function, and wait until they end; return rank 0's value.
 
@@ -119,7 +120,7 @@ def call_on_ranks(
         reported: list[str] = []
         is_main = threading.current_thread() is threading.main_thread()  # Python sets signal handlers only there
         with _Log(folder / "log") as log:
-            status = local.launch(
+            status = launch(
                 places,
                 [name],
                 this_process.environment(),

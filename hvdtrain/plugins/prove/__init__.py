@@ -2,4 +2,7 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(commands={"prove": ("show whether training on N ranks computes what one rank computes", f"{__name__}.__main__")})
+PLUGIN = Plugin(
+    commands={"prove": ("show whether training on N ranks computes what one rank computes", f"{__name__}.__main__")},
+    needs={"local_ranks": "ranks"},
+)

@@ -21,12 +21,13 @@ from pathlib import Path
 from textwrap import wrap
 
 from hvdtrain.cli import exit_status
-from hvdtrain.comm import local, this_process
+from hvdtrain.comm import this_process
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launchers import Place
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.plugins.local_ranks.processes import launch
 from hvdtrain.plugins.prove.causes import Case, Probe, causes, describe_exchange
 from hvdtrain.plugins.prove.compare import Agreement, Record, compare, distance_words, means
 from hvdtrain.plugins.prove.training import GlobalBatches, Task, run_task
@@ -289,7 +290,7 @@ def start(run: Run, arguments: Sequence[str], keys: Mapping[str, str]) -> int:
     program = [*arguments, *(word for name, value in keys.items() for word in (f"++{name}", value))]
     if run.transport != "horovod":
         wanted = [Place("hvdtrain", rank, run.size, rank, run.size) for rank in range(run.size)]
-        return local.launch(wanted, program, this_process.environment())
+        return launch(wanted, program, this_process.environment())
     command = ["mpirun", "-np", str(run.size), "--bind-to", "none", "--oversubscribe", sys.executable, "-m", "hvdtrain", *program]
     process = subprocess.Popen(command, env=dict(this_process.environment()), stdin=subprocess.DEVNULL)
     try:

@@ -13,7 +13,6 @@ from hvdtrain.plugins.report.plots import finite, seconds_of, sequences_per_seco
 from hvdtrain.plugins.report.runs import Run
 from hvdtrain.report import rows
 from hvdtrain.report.epoch import straggler
-from hvdtrain.runtime.goodput import LOSSES
 from hvdtrain.runtime.timer import duration_text
 
 SILENT = 120.0
@@ -110,14 +109,20 @@ def _data_wait(run: Run) -> tuple[float, str] | None:
     return (share, f"{share:.0%} of the time went into waiting for data") if share >= MIN_LOST else None
 
 
+LOST = {"restart": "restarts", "repeated": "steps done again", "saving": "saving", "rest": "the rest"}
+"""What takes time besides steps and waiting for data, with its name."""
+
+OTHER_NUMBERS = ("share", "saves", "starts", "failures")
+"""Entries of the goodput that are no seconds."""
+
+
 def _lost_time(run: Run) -> tuple[float, str] | None:
     """What took the largest share of the training's time, except for steps and waiting for data."""
     goodput: Mapping[str, float] = (run.epochs[-1].get("goodput") or {}) if run.epochs else {}
-    names = [name for name in LOSSES if name not in ("waiting", "start")]
-    whole = sum(goodput.get(name, 0.0) for name in ("useful", *LOSSES))
-    name = max(names, key=lambda name: goodput.get(name, 0.0))
+    whole = sum(value for name, value in goodput.items() if name not in OTHER_NUMBERS)
+    name = max(LOST, key=lambda name: goodput.get(name, 0.0))
     share = goodput.get(name, 0.0) / whole if whole else 0.0
-    return (share, f"{share:.0%} of the time went into {LOSSES[name]}") if share >= MIN_LOST else None
+    return (share, f"{share:.0%} of the time went into {LOST[name]}") if share >= MIN_LOST else None
 
 
 def _stale(run: Run) -> str | None:
@@ -193,7 +198,7 @@ def tiles(run: Run) -> str:
     of_epochs = sum(seconds_of(epoch) for epoch in run.epochs)
     parts = [f"{of_epochs / len(run.epochs):.3g} s per epoch"] if run.epochs else []
     parts += [f"{len(run.starts)} starts"] if len(run.starts) > 1 else []
-    whole = sum(value for name, value in goodput.items() if name not in ("share", "saves", "starts", "failures"))
+    whole = sum(value for name, value in goodput.items() if name not in OTHER_NUMBERS)
     tiles.append(tile("time", duration_text(whole or of_epochs), ", ".join(parts)))
     rate = next((rate for epoch in reversed(run.epochs) if (rate := sequences_per_second(epoch)) is not None), None)
     if rate is not None:

@@ -27,5 +27,10 @@ PLUGIN = Plugin(
         )
     },
     translations={"returnn": f"{__name__}.translate:RETURNN"},
-    needs={"forward": "the task search", "tensorflow": "networks", "streams": "the datasets that RETURNN reads"},
+    needs={
+        "forward": "the task search",
+        "epoch_keys": "the networks of epochs",
+        "tensorflow": "networks",
+        "streams": "the datasets that RETURNN reads",
+    },
 )

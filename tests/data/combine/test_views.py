@@ -12,7 +12,6 @@ import numpy
 import pytest
 from opened_data import Numbers, opened
 
-from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.config_datasets import parse
@@ -29,6 +28,7 @@ from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.hdf_tools.dump import dump
+from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
 
 

@@ -10,7 +10,7 @@ from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.learner.base import Layer
-from hvdtrain.report.json_lines import as_json, table
+from hvdtrain.plugins.inspect.layers import as_json, table
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.job import open_session
 from hvdtrain.start_up.overfit import repeat_batches

@@ -494,7 +494,7 @@ def test_a_notebook_shows_the_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     class Cell:
         update = shown.append
 
-    monkeypatch.setattr("hvdtrain.start_up.reporters.is_notebook", lambda: True)
+    monkeypatch.setattr("hvdtrain.plugins.programs.table.is_notebook", lambda: True)
     monkeypatch.setattr("IPython.display.display", lambda html, display_id: shown.append(html) or Cell)
     html = hvdtrain.train(keys_of(tmp_path))._repr_html_()
     assert [one.data.count("<tr") for one in shown] == [2, 3]

@@ -22,6 +22,7 @@ from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard_events import events
 from trainings import Run, Trained, trains
 
+from hvdtrain.plugins.goodput.spent import Spent
 from hvdtrain.plugins.report import page
 from hvdtrain.plugins.report.__main__ import main
 from hvdtrain.plugins.report.plots import MAX_POINTS, decimate, score_figures, time_figures
@@ -31,7 +32,6 @@ from hvdtrain.plugins.trackers.receivers import TensorBoard, metrics
 from hvdtrain.report.epoch import straggler_line
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.starts import Start, append_start
-from hvdtrain.runtime.goodput import Spent
 
 QUIET = {"data wait": 0.1, "compute": 10.0, "communication": 0.5, "parameter sync": 0.0, "evaluation": 1.0}
 
@@ -293,7 +293,7 @@ def test_goodput_and_operations_are_on_the_page(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     goodput = Spent(useful=90.0, start=6.0, repeated=4.0, starts=2, failures=1).entries()
     flops = {"epoch": 4e12, "step": 2e10, "peak": 1.2e11, "share": 0.415}
-    (folder / "scores.jsonl").write_text(json.dumps(as_line(replace(REPORT, goodput=goodput, flops=flops))) + "\n")
+    (folder / "scores.jsonl").write_text(json.dumps(as_line(replace(REPORT, goodput=goodput, measures={"flops": flops}))) + "\n")
     assert main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
     text = (tmp_path / "page.html").read_text()
     assert "<b>0:01:40</b><span class=note>" in text

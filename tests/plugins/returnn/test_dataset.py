@@ -10,11 +10,11 @@ from hdf_files import BY_RETURNN as REFERENCE
 from returnn.datasets.basic import init_dataset
 from returnn_epochs import Item, by_returnn
 
-from hvdtrain.comm.mpi import SinglePeer
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.plugins.hdf_tools.dump import dump, main
+from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
 
 

@@ -25,7 +25,7 @@ import soundfile
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent.parent))
 
 from hvdtrain.errors import DataError  # noqa: E402  # found through the line above
-from hvdtrain.runtime.terminal import progress_bar
+from hvdtrain.runtime.bars import counted
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def write(
     """Write the audio and the list. Raises: DataError, OSError."""
     folder = os.path.commonpath([os.path.dirname(segment.audio) for segment in segments])
     lines = []
-    with progress_bar(segments, len(segments), "segment") as drawn:
+    with counted(segments, len(segments), "segment") as drawn:
         for segment in drawn:
             recording = os.path.splitext(os.path.relpath(segment.audio, folder) if folder else segment.audio)[0]
             file = f"{recording}/{segment.start}_{segment.end}.ogg"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent.parent))
 from hvdtrain.data.dataset import Item  # noqa: E402  # found through the line above
 from hvdtrain.errors import HvdtrainError  # noqa: E402
 from hvdtrain.plugins.hdf_tools.sources import find_dataset, open_source
-from hvdtrain.runtime.terminal import progress_bar
+from hvdtrain.runtime.bars import counted
 
 TYPES = ("stdout", "print_tag", "print_shape", "dump_tag", "dump_seq_len", "null")
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         last = 10 if options.endseq is None else options.endseq
         stop = None if last < 0 else last + 1
         total = None if source.total is None else max(0, min(source.total, stop or source.total) - options.startseq)
-        with progress_bar(itertools.islice(source.read(options.startseq, stop), total), total, "seq") as items:
+        with counted(itertools.islice(source.read(options.startseq, stop), total), total, "seq") as items:
             look_at(iter(items), options)
     except HvdtrainError as error:
         print(error, file=sys.stderr)

@@ -9,7 +9,7 @@ import torch
 from inside import run_inside
 from launching import TOY
 
-from hvdtrain.learner.torch.cost import measured_peak, step_cost
+from hvdtrain.plugins.inspect.torch_cost import measured_cost, measured_peak
 
 T, B, I, H = 7, 5, 6, 8  # noqa: E741
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_operations_are_those_of_the_layers(name: str) -> None:
         outputs = layer(inputs)
         (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).sum().backward()
 
-    cost = step_cost(step, CPU, torch.float32)
+    cost = measured_cost(step, CPU, torch.float32)
     # A GRU is multiplied frame by frame: the gradient of the first, constant state is not computed.
     assert cost.flops == pytest.approx(3 * 2 * T * B * weights, rel=0.1 if name == "gru" else 0)
     assert cost.share == cost.flops / cost.seconds / cost.peak

@@ -1,41 +1,19 @@
-"""What was spent in the earlier starts of a training, for the goodput."""
+"""What was spent in the earlier starts of a training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from hvdtrain.comm import this_process
+from hvdtrain.plugins.goodput.measured import MeasuredGoodput
+from hvdtrain.plugins.goodput.spent import Spent, before_start
 from hvdtrain.report.ends import WRITTEN
 from hvdtrain.report.starts import last_start
 from hvdtrain.runtime import log
-from hvdtrain.runtime.goodput import Goodput, Spent, before_start, process_began, steady_time
-from hvdtrain.runtime.interrupt import Stopped
+from hvdtrain.runtime.goodput import process_began
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
 
 
-def job_began(settings: Settings) -> float:
-    """When the job began: its restarts by a launcher belong to it."""
-    launcher = this_process.launcher()
-    if launcher.began is not None:
-        return launcher.began
-    return process_began(launcher.parent) if settings.process.is_own else steady_time()
-
-
-@contextmanager
-def count_steps(goodput: Goodput) -> Iterator[None]:
-    """The start is over: the `with` block trains. Logs the goodput at its end, but not after an error."""
-    goodput.go_on()
-    try:
-        yield
-    except Stopped:
-        log.row(3, goodput.spent().line())
-        raise
-    log.row(3, goodput.spent().line())
-
-
-def open_goodput(settings: Settings, session: Session, began: float) -> Goodput:
+def open_goodput(settings: Settings, session: Session, began: float) -> MeasuredGoodput:
     """The measurement of this start, which goes on with the numbers of earlier ones on rank 0.
 
     Call it before this start writes any file but the log.
@@ -44,7 +22,7 @@ def open_goodput(settings: Settings, session: Session, began: float) -> Goodput:
         began: when the work of this start began, in a program's process.
     """
     if session.comm.rank != 0:
-        return Goodput(session.timer)
+        return MeasuredGoodput(session.timer)
     launcher = this_process.launcher()
     progress = session.progress
     folder = settings.records
@@ -62,7 +40,7 @@ def open_goodput(settings: Settings, session: Session, began: float) -> Goodput:
         began = before.until
     elif launcher.began is not None:
         began = launcher.began
-    goodput = Goodput(session.timer, before, began if before.jump else max(began, before.until))
+    goodput = MeasuredGoodput(session.timer, before, began if before.jump else max(began, before.until))
     if settings.saving.save_interval_minutes == "auto":
         log.detail(f"save_interval_minutes: at first, {goodput.describe_interval()}")
     return goodput

@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hvdtrain.learner.base import StepCost
+from hvdtrain.data.types import Batch
+from hvdtrain.learner.base import Learner
 
 SECONDS = 0.3
 """For how long something is measured."""
 
 Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a training step costs on this rank, without the exchange of gradients and the optimizer.
+
+    Attributes:
+        flops: the floating-point operations of forward and backward: those of matrix products, convolutions, attention and
+            recurrent layers, a multiplication and an addition counting as two.
+        seconds: how long they take.
+        peak: the operations per second that the device reaches with a product of large matrices.
+        dtype: the type of their numbers.
+    """
+
+    flops: int
+    seconds: float
+    peak: float
+    dtype: str
+
+    @property
+    def share(self) -> float:
+        """The share of the measured peak, from 0 to about 1."""
+        return self.flops / self.seconds / self.peak
 
 
 def _layer(factor: int) -> Callable[..., int]:
@@ -45,25 +69,23 @@ RECURRENT = {
 }
 
 
-def step_cost(step: Callable[[], None], device: torch.device, dtype: torch.dtype) -> StepCost:
-    """Count and measure a step.
+def step_cost(learner: Learner, batch: Batch, autocast: str) -> StepCost:
+    """Compute the gradients of a batch some times and drop them: count the operations, and measure.
 
     Args:
-        step: computes the gradients of a batch and drops them.
-        dtype: in which matrices are multiplied.
+        autocast: the type in which matrices are multiplied, or float32: in that of the model.
     """
+    device = next(iter(learner.model.parameters())).device
+    dtype = torch.get_default_dtype() if autocast == "float32" else getattr(torch, autocast)
+    with learner.trial(batch) as step:
+        return measured_cost(step, device, dtype)
+
+
+def measured_cost(step: Callable[[], None], device: torch.device, dtype: torch.dtype) -> StepCost:
+    """As `step_cost`, of a function that computes gradients."""
     with FlopCounterMode(display=False, custom_mapping=RECURRENT) as counter:
         step()
     return StepCost(counter.get_total_flops(), _fastest(step, device), measured_peak(device, dtype), str(dtype).split(".")[-1])
-
-
-def compute_dtype(autocast: Callable[[], AbstractContextManager[Any]]) -> torch.dtype:
-    """The type in which matrices are multiplied in a context."""
-    with autocast():
-        for device in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(device):
-                return torch.get_autocast_dtype(device)
-    return torch.get_default_dtype()
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> float:

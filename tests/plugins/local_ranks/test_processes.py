@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from launching import clean_environment
 
-from hvdtrain.comm import local
 from hvdtrain.comm.launchers import Place
+from hvdtrain.plugins.local_ranks.processes import launch
 
 CUT_OFF = """
 import os, signal, sys, time
@@ -33,7 +33,7 @@ def test_a_file_that_was_cut_off_is_named_whichever_ranks_are_ended(tmp_path: Pa
     reported: list[str] = []
     wanted = [Place("hvdtrain", rank, 2, rank, 2) for rank in range(2)]
     program = ("-c", CUT_OFF)
-    status = local.launch(wanted, [str(tmp_path), ended], clean_environment(), program=program, report=reported.append)
+    status = launch(wanted, [str(tmp_path), ended], clean_environment(), program=program, report=reported.append)
     assert status == 135
     named = f"{tmp_path}/cut.hdf: expected the file that was opened at the start, got one of 5 bytes instead of 10 ("
     assert reported[-1].startswith(named), reported

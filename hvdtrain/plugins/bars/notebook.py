@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from hvdtrain.runtime.terminal import EVERY, configured_tqdm
-
-
-def is_notebook() -> bool:
-    """Whether this process is the kernel of a notebook, as tqdm finds out."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return shell is not None and "IPKernelApp" in shell.config
+from hvdtrain.plugins.bars.terminal import configured_tqdm
+from hvdtrain.runtime.bars import EVERY
 
 
 @contextmanager
@@ -30,7 +23,7 @@ def open_notebook() -> Iterator[Notebook]:
 
 
 class Notebook:
-    """The output of a notebook's cell: `Terminal` of `runtime/log.py`, with tqdm's widget.
+    """The output of a notebook's cell: `Terminal` of `terminal.py`, with tqdm's widget.
 
     Args:
         tqdm: the class of the bars.

@@ -1,7 +1,4 @@
-"""The local launcher: starts processes on this host (`++ngpu 4`) and watches them.
-
-In this order: which processes to start, starting them, and watching them. comm/restarts.py decides which ones to restart.
-"""
+"""Starts processes on this host and watches them. `restarts.py` decides which ones to start again."""
 
 from __future__ import annotations
 
@@ -14,19 +11,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from hvdtrain.comm.child import ENDED, HUNG, PARENT, PEER_FAILED, TERMINATE_TIMEOUT, TIMES, has_ended, report_cause, run_checks
-from hvdtrain.comm.fork_server import ForkedProcess, ForkServer
-from hvdtrain.comm.launchers import Place, variables
+from hvdtrain.comm.child import TERMINATE_TIMEOUT
+from hvdtrain.comm.fork import ForkedProcess
+from hvdtrain.comm.launchers import Place
 from hvdtrain.comm.meeting_point import HVDTRAIN_INIT_METHOD
-from hvdtrain.errors import BY_CTRL_C, STOP_SIGNALS, TO_BE_CONTINUED, LaunchError
-
-if TYPE_CHECKING:
-    from hvdtrain.comm.keys import LaunchKeys
-
-LAUNCHERS = {"slurm": "srun", "mpi": "mpirun"}
-"""The launcher for each value of dist_launcher."""
+from hvdtrain.errors import BY_CTRL_C, STOP_SIGNALS, TO_BE_CONTINUED
+from hvdtrain.plugins.local_ranks.fork_server import ForkServer
+from hvdtrain.plugins.local_ranks.reports import (
+    ENDED,
+    HUNG,
+    PARENT,
+    PEER_FAILED,
+    TIMES,
+    has_ended,
+    report_cause,
+    run_checks,
+    variables,
+)
 
 REPORTED = (1, 2, TO_BE_CONTINUED, PEER_FAILED, HUNG, BY_CTRL_C)
 """The exit statuses of processes that print themselves why they end."""
@@ -36,59 +38,6 @@ POLL_INTERVAL = 0.05
 
 REPORT_TIMEOUT = 2.0
 """Seconds in which the other processes may report their errors after one has failed."""
-
-
-def places(keys: LaunchKeys, place: Place) -> list[Place]:
-    """The places of the processes that this one has to start; empty if this process itself is a rank.
-
-    >>> from hvdtrain.comm.keys import LaunchKeys
-    >>> [place.rank for place in places(LaunchKeys(ngpu=2, dist_rank=1, dist_world_size=2), Place(None))]
-    [2, 3]
-
-    Raises:
-        LaunchError: the keys contradict the launcher, or do not determine this process's rank.
-    """
-    if place.launcher == "hvdtrain":
-        return []
-    if keys.dist_launcher is not None and place.launcher != LAUNCHERS[keys.dist_launcher]:
-        raise LaunchError(
-            f"dist_launcher: expected processes that {LAUNCHERS[keys.dist_launcher]} started for {keys.dist_launcher!r}, got "
-            + ("a process without a launcher" if place.launcher is None else f"processes that {place.launcher} started")
-        ).on_all_ranks()
-    num_local = keys.ngpu or 1
-    index, count = _index_and_count(keys, place)
-    if num_local > 1 and place.size > 1 and not keys.multiprocessing_distributed:
-        raise LaunchError(
-            f"ngpu: expected 1 for processes that {place.launcher} started, got {num_local} (to train with these "
-            f"{place.size} processes, leave ngpu out; to start {num_local} processes from each, "
-            "++multiprocessing_distributed true)"
-        ).on_all_ranks()
-    if num_local == 1 and (place.launcher is not None or count == 1) and not keys.max_restarts:
-        return []
-    size = count * num_local
-    local_size = place.local_size * num_local
-    first = index * num_local
-    first_local = place.local_rank * num_local
-    return [Place("hvdtrain", first + number, size, first_local + number, local_size) for number in range(num_local)]
-
-
-def _index_and_count(keys: LaunchKeys, place: Place) -> tuple[int, int]:
-    """The index of this process and the number of processes, from the launcher or from the keys."""
-    if keys.dist_world_size is None:
-        return place.rank, place.size
-    if place.launcher is None:
-        if keys.dist_rank is None and keys.dist_world_size > 1:
-            raise LaunchError(
-                f"dist_rank: expected the rank of this process, of dist_world_size = {keys.dist_world_size}, got nothing"
-            ).on_all_ranks()
-        return keys.dist_rank or 0, keys.dist_world_size
-    rank = place.rank if keys.dist_rank is None else keys.dist_rank
-    if (rank, keys.dist_world_size) != (place.rank, place.size):
-        raise LaunchError(
-            f"dist_rank, dist_world_size: expected what {place.launcher} says, {place.rank} of {place.size}, got {rank} of "
-            f"{keys.dist_world_size} (leave them out)"
-        )
-    return place.rank, place.size
 
 
 Child = subprocess.Popen[bytes] | ForkedProcess

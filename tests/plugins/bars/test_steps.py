@@ -10,10 +10,11 @@ import pytest
 from launching import TOY, faults, hvdtrain, mpi_version
 from terminal import Terminal, screen
 
+from hvdtrain.plugins.bars.drawn import DrawnSteps
+from hvdtrain.plugins.bars.terminal import Terminal as DrawnOn
+from hvdtrain.plugins.bars.terminal import open_terminal
 from hvdtrain.runtime.log import LogKeys
 from hvdtrain.runtime.scores import Scores
-from hvdtrain.runtime.terminal import Terminal as DrawnOn
-from hvdtrain.runtime.terminal import open_terminal
 from hvdtrain.training.step_log import StepLog, StepReport
 
 ESCAPE = "\x1b"
@@ -260,7 +261,7 @@ def test_a_bar_looks_at_the_losses_no_more_often_than_lines_do() -> None:
     end, inside = pty.openpty()
     with os.fdopen(inside, "w") as stream:
         meter = Meter()
-        steps = StepLog(3600.0, DrawnOn(stream, inside))
+        steps = StepLog(3600.0, DrawnSteps(DrawnOn(stream, inside)))
         steps.begin(1, None, 10**6)
         steps._progress.drawn -= 3600  # a drawing is due
         steps.step(StepReport(1, 0.1, 0.5, None, meter))

@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 from launching import clean_environment
 
-from hvdtrain.comm import local
-from hvdtrain.comm.fork_server import NAME
 from hvdtrain.comm.launchers import Place
+from hvdtrain.plugins.local_ranks.fork_server import NAME
+from hvdtrain.plugins.local_ranks.processes import launch
 
 RANK = """
 import atexit, json, os, random, signal, sys, time
 from pathlib import Path
-from hvdtrain.comm import fork_server, this_process
-from hvdtrain.comm import child
-from hvdtrain.comm.child import PEER_FAILED, end_with, wait_for_cause
+from hvdtrain.comm import child, this_process
+from hvdtrain.comm.child import end_with
+from hvdtrain.plugins.local_ranks import fork_server
+from hvdtrain.plugins.local_ranks.reports import PEER_FAILED, wait_for_cause
 child.TERMINATE_TIMEOUT = 0.2
 fork_server.serve()
 launcher = this_process.launcher()
@@ -71,7 +72,7 @@ def run(folder: Path, planted: str, mode: str = "kill") -> tuple[int, list[str],
     reported: list[str] = []
     wanted = [Place("hvdtrain", rank, 2, rank, 2) for rank in range(2)]
     environ = finding_modules_in(folder)
-    status = local.launch(
+    status = launch(
         wanted, [str(folder), mode], environ, restart_once, program=("-c", RANK), report=reported.append, imports=["planted"]
     )
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*"), key=lambda path: path.name[-6:])]
@@ -120,10 +121,10 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text("")
     program = f"""
 import os
-from hvdtrain.comm import local
 from hvdtrain.comm.launchers import Place
+from hvdtrain.plugins.local_ranks.processes import launch
 wanted = [Place("hvdtrain", rank, 2, rank, 2) for rank in range(2)]
-local.launch(wanted, [{str(tmp_path)!r}, "wait"], os.environ, program=("-c", {RANK!r}), imports=["planted"])
+launch(wanted, [{str(tmp_path)!r}, "wait"], os.environ, program=("-c", {RANK!r}), imports=["planted"])
 """
     environ = {**finding_modules_in(tmp_path), "TMPDIR": str(tmp_path)}  # a launcher that is killed leaves a folder
     launcher = subprocess.Popen([sys.executable, "-c", program], env=environ)

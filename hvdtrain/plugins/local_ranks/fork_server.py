@@ -1,7 +1,7 @@
 """Forks ranks from a process that has imported what they need, so that a restart takes no time for imports.
 
 The process has neither threads nor devices, which a fork would leave in a state that cannot be used; `obstacle` checks that. It
-runs the program with the arguments of a rank, and every fork of it returns from `serve` and goes on as the rank. Forked ranks
+has the arguments of a rank, and every fork of it returns from `serve` and goes on as the rank. Forked ranks
 are children of the launcher, which is their subreaper: it waits for them, and they watch it, as if it had started them itself.
 """
 
@@ -14,21 +14,12 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.child import PARENT_WATCH
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+from hvdtrain.comm.fork import ForkedProcess, obstacle, rename
 
 ASKED = "HVDTRAIN_FORK_SERVER"
 """The environment variable that makes a process a fork server: the number of its connection, and the modules to import."""
@@ -37,9 +28,6 @@ NAME = "hvdtrain-fork"
 """Its name in /proc, ps and top."""
 
 PR_SET_CHILD_SUBREAPER = 36
-
-DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel")
-"""How the files of GPUs and the like begin."""
 
 POLL_INTERVAL = 0.05
 
@@ -111,117 +99,12 @@ def _fork_for_grandparent() -> int:
     return pid
 
 
-def obstacle(sleeping: int = 0) -> str:
-    """Why this process must not be forked; '': it may be.
-
-    Args:
-        sleeping: the number of threads that only sleep, and so hold no lock that a fork could inherit.
-    """
-    pid = _fork()  # makes OpenBLAS and others end threads that they start again when needed
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    threads = len(os.listdir("/proc/self/task")) - 1 - sleeping
-    if threads > 0:
-        return f"{threads} threads run after the imports"
-    for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if os.readlink(file).startswith(DEVICES):
-                return f"{os.readlink(file)} is open after the imports"
-    return ""
-
-
-def _fork() -> int:
-    """os.fork, without the warning of Python 3.12 that threads may hold locks: callers look at the threads themselves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
-
-
-def rename(name: str) -> str:
-    """Give this process a name in /proc; return the one before."""
-    path = Path("/proc/self/comm")
-    before = path.read_text(encoding="utf-8").rstrip("\n")
-    path.write_text(name, encoding="utf-8")
-    return before
-
-
 def _reseed() -> None:
     """Give the generators of Python and numpy other random numbers than in other forks, as in a new process."""
     random.seed()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
-
-
-class ForkedProcess:
-    """A forked rank, with the interface of `subprocess.Popen` that a launcher needs."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """The exit status, negative after a signal; None: it runs."""
-        return self._wait(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        """Wait for its end; return the exit status."""
-        return self._wait(0)
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, if it runs."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def _wait(self, options: int) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, options)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
-@dataclass(frozen=True)
-class Fork:
-    """A fork of this process that does something for it.
-
-    Attributes:
-        connection: to it.
-    """
-
-    process: ForkedProcess
-    connection: Connection
-
-
-def fork(serve: Callable[[Connection, int], object]) -> Fork | None:
-    """Fork this process, if that is safe now; None: it is not, or there is no memory for it.
-
-    Args:
-        serve: called in the fork with a connection to this process, and this process's id. The fork ends with it.
-    """
-    if obstacle(sum(thread.name == PARENT_WATCH for thread in threading.enumerate())):
-        return None
-    from multiprocessing import Pipe
-
-    parent = os.getpid()
-    connection, fork_end = Pipe()
-    with fork_end:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            pid = _fork()
-        except OSError:
-            return None
-        if pid == 0:
-            try:
-                connection.close()
-                serve(fork_end, parent)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-    return Fork(ForkedProcess(pid), connection)
 
 
 class ForkServer:

@@ -7,15 +7,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hvdtrain.comm.child import HUNG, PEER_FAILED
-from hvdtrain.comm.launchers import Launcher, Place
-from hvdtrain.comm.local import describe_end
-from hvdtrain.errors import LaunchError
-
-if TYPE_CHECKING:
-    from hvdtrain.comm.keys import LaunchKeys
+from hvdtrain.comm.launchers import Place
+from hvdtrain.plugins.local_ranks.processes import describe_end
+from hvdtrain.plugins.local_ranks.reports import HUNG, PEER_FAILED
 
 
 class Restarts:
@@ -85,24 +80,3 @@ class Restarts:
         fewer = ", as no checkpoint was written since the last restart (min_ngpu)" if size < len(places) else ""
         sys.stderr.write(f"restart {self._count} of {self._most}: {causes}; {ranks} {position}{fewer}\n")
         return [replace(place, size=size, local_size=size) for place in places[:size]]
-
-
-def check_restarts(keys: LaunchKeys, launcher: Launcher, processes: list[Place]) -> None:
-    """Raise LaunchError if max_restarts is set, but hvdtrain's launcher does not start all processes of the job.
-
-    Args:
-        launcher: the launcher of this process.
-        processes: those that this process has to start.
-    """
-    if not keys.max_restarts or launcher.name == "hvdtrain":
-        return
-    if launcher.name is not None:
-        raise LaunchError(
-            f"max_restarts: expected processes that hvdtrain starts itself (ngpu), got those of {launcher.name} "
-            f"({launcher.max_restarts_hint})"
-        ).on_all_ranks()
-    if processes and len(processes) != processes[0].size:
-        raise LaunchError(
-            f"max_restarts: expected all {processes[0].size} processes on this host, got {len(processes)} of them (on "
-            "several hosts: torchrun --max-restarts N)"
-        ).on_all_ranks()

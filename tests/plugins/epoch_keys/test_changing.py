@@ -9,8 +9,8 @@ from launching import TOY, hvdtrain, refused
 from trainings import Run, Trained, assert_same, trains
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.epoch_keys.epoch_settings import settings_of_epoch
 from hvdtrain.settings import read_settings
-from hvdtrain.start_up.epoch_settings import settings_of_epoch
 
 CONFIGS = [TOY, TOY.with_name("epochs.py")]
 TWO = Run("torch", "horovod", 2)

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.runtime.goodput import FIRST_SAVE, Goodput, Spent, before_start, best_interval, process_began
+from hvdtrain.plugins.goodput.measured import FIRST_SAVE, MeasuredGoodput, best_interval
+from hvdtrain.plugins.goodput.spent import Spent, before_start
+from hvdtrain.runtime.goodput import process_began
 from hvdtrain.runtime.timer import Timer
 
 
@@ -28,7 +30,7 @@ def test_every_second_of_three_starts_has_one_cause() -> None:
     timer = Timer(clock)
     with timer.span("communication"):  # before the first epoch: part of the start
         clock.now += 1
-    goodput = Goodput(timer, None, began=996.0, clock=clock)
+    goodput = MeasuredGoodput(timer, None, began=996.0, clock=clock)
     assert goodput.save_interval() == FIRST_SAVE
     clock.now += 2
     recorded = goodput.spent()
@@ -48,7 +50,7 @@ def test_every_second_of_three_starts_has_one_cause() -> None:
 
     before = before_start(saved, recorded, [clock.now], last_sign=0.0)
     assert (before.useful, before.repeated, before.seconds, before.failures) == (20.0, 7.0, 38.0, 1)
-    second = Goodput(Timer(clock), before, began=clock.now, clock=clock)
+    second = MeasuredGoodput(Timer(clock), before, began=clock.now, clock=clock)
     clock.now += 4
     noted = second.spent()
     clock.now += 6  # killed before it saved
@@ -56,7 +58,7 @@ def test_every_second_of_three_starts_has_one_cause() -> None:
     assert (before.useful, before.restart, before.repeated, before.starts, before.failures) == (20.0, 4.0, 13.0, 2, 2)
 
     timer = Timer(clock)
-    third = Goodput(timer, before, began=clock.now, clock=clock)
+    third = MeasuredGoodput(timer, before, began=clock.now, clock=clock)
     third.go_on()
     with timer.span("evaluation"):
         clock.now += 5
@@ -82,9 +84,9 @@ def test_starts_that_failed_before_their_first_record_and_an_older_checkpoint() 
 @pytest.mark.parametrize("jump", [3e7, -3e7])
 def test_a_clock_that_was_set_between_two_starts_counts_nothing(jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(1000.0)
-    saved = Goodput(Timer(clock), None, began=996.0, clock=clock).spent()
+    saved = MeasuredGoodput(Timer(clock), None, began=996.0, clock=clock).spent()
     recorded = replace(saved, starts=2, failures=1, until=1100.0)
-    monkeypatch.setattr("hvdtrain.runtime.goodput.AHEAD", saved.ahead + jump)
+    monkeypatch.setattr("hvdtrain.plugins.goodput.spent.AHEAD", saved.ahead + jump)
     before = before_start(saved, recorded, [1100.0 + jump], last_sign=1100.0 + jump)
     assert (before.seconds, before.starts, before.failures, before.jump) == (saved.seconds, 2, 2, jump)
     assert replace(before, boot=before.boot + 1).jump == 0.0
@@ -117,8 +119,8 @@ def test_the_chosen_interval_loses_least() -> None:
 def test_the_interval_follows_the_failures_so_far() -> None:
     clock = Clock(0.0)
     spent = Spent(until=0.0, useful=590.0, saving=10.0, starts=11, failures=10, saves=100)
-    often = Goodput(Timer(clock), spent, 0.0, clock)
-    seldom = Goodput(Timer(clock), replace(spent, failures=0), 0.0, clock)
+    often = MeasuredGoodput(Timer(clock), spent, 0.0, clock)
+    seldom = MeasuredGoodput(Timer(clock), replace(spent, failures=0), 0.0, clock)
     assert often.save_interval() == best_interval(0.1, 600 / 10.5)
     assert seldom.save_interval() == best_interval(0.1, 1200.0)
     assert often.describe_interval() == "a checkpoint every 3.31 s, by 0.1 s for each and 10 failures in 0:10:00"

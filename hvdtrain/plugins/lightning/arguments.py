@@ -222,7 +222,8 @@ class Maker:
     """
 
     def __init__(self, entry: Mapping[str, Any], where: str) -> None:
-        self._entry, self._where = entry, where
+        self._entry = entry
+        self._where = where
         self.kind = class_of(entry, where)
 
     def __call__(self) -> Any:

@@ -25,7 +25,8 @@ OURS = {
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that follow from `lightning_module`. Raises: ConfigError."""
     refuse_keys("lightning_module", values, OURS)
-    followed, module = keys_of_arguments(values.get(KEY) or {}), values["lightning_module"]
+    followed = keys_of_arguments(values.get(KEY) or {})
+    module = values["lightning_module"]
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(module, str) and module.endswith((".yaml", ".yml")):
         followed = keys_of_cli(Path(module)) | followed

@@ -149,7 +149,8 @@ class Job(OtherTrainer):
     # Steps
 
     def train(self, batch: Any) -> None:
-        context, hooks = hvdtrain.get_run_ctx(), self.hooks
+        context = hvdtrain.get_run_ctx()
+        hooks = self.hooks
         self.stage = "train"
         index = self.batch_idx = context.step if self.training is None else self.training.epoch_step
         batch = hooks.transferred(batch, 0)
@@ -177,7 +178,8 @@ class Job(OtherTrainer):
                     "training_step: expected a loss on several ranks and with accum_grad_multiple_step, got None (on "
                     "several ranks, Lightning refuses that, too)",
                 )
-            loss, size = sum(parameter.sum() * 0 for parameter in self.module.parameters() if parameter.requires_grad), 0
+            loss = sum(parameter.sum() * 0 for parameter in self.module.parameters() if parameter.requires_grad)
+            size = 0
         if self._begins_update:
             hooks.call("on_before_zero_grad", self.optimizer)
             for function in hooks.of("optimizer_zero_grad"):
@@ -245,7 +247,8 @@ class Job(OtherTrainer):
     def evaluate(self, batch: Any) -> None:
         dataset = str(hvdtrain.get_run_ctx().dataset)
         self._begin_evaluation(dataset)
-        stage, place = self.stage, place_of(dataset)
+        stage = self.stage
+        place = place_of(dataset)
         several = self.loaders.num_val > 1 and stage == "validation"
         index = self._indices[dataset] = self._indices.get(dataset, -1) + 1
         batch = self.hooks.transferred(batch, place)
@@ -264,7 +267,8 @@ class Job(OtherTrainer):
     def forward_step(self, *, extern_data: Any, **_: Any) -> None:
         if self.stage != "predict":
             self._begin_prediction()
-        batch, index = self.hooks.transferred(extern_data, 0), self._num_predicted
+        batch = self.hooks.transferred(extern_data, 0)
+        index = self._num_predicted
         self.hooks.call("on_predict_batch_start", batch, index)
         output = self.hooks.step("predict_step", batch, index)
         self.hooks.call("on_predict_batch_end", output, batch, index)
@@ -315,9 +319,10 @@ class Job(OtherTrainer):
             self.schedules.step_epoch(self.trainer.current_epoch + 1)  # of an epoch that ended early
             return {}
         self._begin_evaluation(dataset)
-        stage, place, number = self.stage, place_of(dataset), self.loaders.num_val
+        stage = self.stage
+        place = place_of(dataset)
         self.logged.take_errors(means, place)
-        if dataset != "eval" and place < number - 1:
+        if dataset != "eval" and place < self.loaders.num_val - 1:
             return {}
         self.logged.gather()
         self.hooks.call(f"on_{stage}_epoch_end")

@@ -21,7 +21,9 @@ class Loaders:
     """
 
     def __init__(self, given: Given, extent: Extent) -> None:
-        self._given, self._extent, self._values = given, extent, given.values
+        self._given = given
+        self._extent = extent
+        self._values = given.values
         number = self._values.get("num_val_loaders")
         self.num_val = int(given.is_validated if number is None else number)
         self._loaders: dict[str, list[Any]] = {}

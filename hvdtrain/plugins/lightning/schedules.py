@@ -155,7 +155,8 @@ class Schedules:
         for name, scheduler in self._of_module().items():
             if name in state["of_module"]:
                 scheduler.load_state_dict(state["of_module"][name])
-        self.rates, self.epoch = list(state["rates"]), state["epoch"]
+        self.rates = list(state["rates"])
+        self.epoch = state["epoch"]
         self.after_evaluation = state["after_evaluation"]
         self._set_rates()
 

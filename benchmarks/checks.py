@@ -17,13 +17,13 @@ import numpy
 import torch
 from measuring import machine
 
+from hvdtrain.data.dataset import DatasetPart
 from hvdtrain.data.expected import BatchCheck, expected_of
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.plan.epoch import BatchKeys
 from hvdtrain.data.plan.order import OrderKeys
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.training.account import Account
 
 CLASSES = 500

@@ -18,10 +18,10 @@ import numpy
 from measuring import ROOT, machine
 
 from hvdtrain.data.config_datasets import parse
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.plugins.hdf_tools.dump import dump
 from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 BENCHMARKS = ROOT / "benchmarks"
 

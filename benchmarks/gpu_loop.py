@@ -26,7 +26,7 @@ from measuring import ROOT, machine
 
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.start_up.data import open_feeds

@@ -13,8 +13,8 @@ import numpy
 from measuring import in_batches, machine, table, take_turns
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf import writer
 from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.plugins.hdf_tools import writer
 
 
 def write(path: Path, sequences: int, alignment: int) -> None:

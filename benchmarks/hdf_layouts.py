@@ -15,8 +15,8 @@ import h5py
 import numpy
 
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.plugins.hdf_tools.check import repack
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 FEATURES = 80
 

@@ -14,7 +14,7 @@ import numpy
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hvdtrain.data.hdf.writer import HDFWriter  # noqa: E402  # found through the line above
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter  # noqa: E402  # found through the line above
 
 Contestant = Callable[[], float]
 """Does its work once and returns the amount: bytes or sequences."""

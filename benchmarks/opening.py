@@ -23,7 +23,8 @@ from measuring import machine
 OPEN = """
 import json, resource, sys, time
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.identity import DatasetPart, identify
+from hvdtrain.data.dataset import DatasetPart
+from hvdtrain.plugins.same_data.identity import identify
 
 def resident():
     with open("/proc/self/statm") as file:

@@ -40,8 +40,8 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.source import Source, load
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.plugins.returnn.imports import WatchedImports
 from hvdtrain.plugins.returnn.translate import translate
 from hvdtrain.settings import BOOLEAN_KEYS, all_keys, check

@@ -44,7 +44,7 @@ import returnn_reader
 import torch
 from measuring import ROOT, machine
 
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 CONFIGS = ROOT / "benchmarks/as_returnn"
 FEATURES, CLASSES, EPOCHS = 40, 64, 2

@@ -23,8 +23,8 @@ from measuring import in_batches, machine, table, take_turns
 
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.opening import OpeningContext, open_dataset
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 FEATURES = 40
 GROUP = 500

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hvdtrain.comm.base import SMALL_BUCKET  # noqa: E402
 from hvdtrain.comm.torch_pickled import LENGTH, first_space  # noqa: E402
-from hvdtrain.data.plan.shared import Offer  # noqa: E402
+from hvdtrain.plugins.shared_plans.offers import Offer  # noqa: E402
 from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat
 from hvdtrain.plugins.watchdog.heartbeats import Contact, Heartbeats
 from hvdtrain.plugins.watchdog.peers import RankProcess  # noqa: E402

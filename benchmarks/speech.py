@@ -27,8 +27,8 @@ from measuring import machine, table, take_turns
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.inputs import PlanInputs
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.data.sources import check_dataset
 
 RATE = 16000

@@ -29,11 +29,9 @@ from hvdtrain.config.plugins import Registry, with_implied_keys
 from hvdtrain.config.source import Config, Source, load
 from hvdtrain.config.value_text import value_text
 from hvdtrain.data.combine.step_keys import STEPS
-from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.keys import LearnerKeys
@@ -83,9 +81,7 @@ class Settings:
 
     run: RunKeys
     data: DataKeys
-    copies: CopyKeys
     batch: BatchKeys
-    chunks: ChunkKeys
     learner: LearnerKeys
     precision: PrecisionKeys
     accumulation: AccumulationKeys
@@ -161,7 +157,7 @@ class Settings:
     @property
     def result_keys(self) -> dict[str, str]:
         """By name, as text, the keys that determine the results of a training."""
-        core = (self.batch, self.chunks, self.learner, self.precision, self.accumulation, self.schedule, self.reduce)
+        core = (self.batch, self.learner, self.precision, self.accumulation, self.schedule, self.reduce)
         sections = [*core, *(section for section in self.of_plugins if section.changes_results)]
         texts = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
         texts["random_seed"] = str(self.run.random_seed)

@@ -27,7 +27,6 @@ from times import Times
 from trainings import Trained, named_by, names_in
 
 from hvdtrain.config.large_imports import SELDOM
-from hvdtrain.data.hdf.writer import HDFWriter
 
 # torch with CUDA imports triton, which ends in a segmentation fault in a process that has TensorFlow loaded (triton 3.7 and
 # TensorFlow 2.21). The other order works. A training loads one framework only, but a worker runs the tests of both.
@@ -40,6 +39,8 @@ gc.set_threshold(*SELDOM)  # until the tests are collected: their modules import
 
 def write_corpus(path: Path, num_sequences: int, seed: int) -> None:
     """Frames of 4 features, a class of 5 for every frame, and the sequence's number as a separate key."""
+    from hvdtrain.plugins.hdf_tools.writer import HDFWriter  # here, as the core's tests run without it
+
     generator = numpy.random.default_rng(seed)
     with HDFWriter(path, dims={"classes": 5, "id": num_sequences}) as writer:
         for number in range(num_sequences):

@@ -14,9 +14,9 @@ from returnn.datasets.basic import init_dataset
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.plugins.returnn.dataset import ReturnnDataset
 from hvdtrain.plugins.returnn.reading import without_processes
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy
 
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 
 def write_words(folder: Path) -> None:

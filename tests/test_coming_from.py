@@ -13,7 +13,7 @@ from inside import run_inside
 from launching import ROOT, hvdtrain
 from tutorial import normal
 
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.settings import all_keys
 
 PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")

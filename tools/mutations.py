@@ -107,14 +107,14 @@ MUTATIONS = [
         "data/combine/workers.py",
         "for number in range(received, asked):",
         "for number in range(asked, asked):",
-        ("tests/data/combine/test_composite.py",),
+        ("tests/plugins/combine/test_composite.py",),
     ),
     Mutation(
         "local copies that another process uses are removed",
-        "data/copies.py",
+        "plugins/copies/folder.py",
         "elif path.name not in used:",
         "else:",
-        ("tests/data/test_copies.py",),
+        ("tests/plugins/copies/test_copies.py",),
     ),
     # The config
     Mutation(

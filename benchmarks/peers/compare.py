@@ -49,7 +49,7 @@ import h5py
 import numpy
 import torch
 
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

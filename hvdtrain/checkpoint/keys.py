@@ -51,10 +51,6 @@ class StartKeys(Section):
         "continue from a checkpoint with new optimizer state, for instance after the optimizer was changed; with ema_decay, from "
         "the averaged weights. Give it on the command line, once: in the config, it holds for every start",
     )
-    accept_changed_data: bool = key(
-        False,
-        "continue within an epoch although the train data has changed since the epoch began. Give it on the command line, once",
-    )
     load_model_post_hooks: list[Any] | tuple[Any, ...] | None = key(
         None,
         "functions (*, model, **_) that every rank calls with the model once it is built and loaded, at every "

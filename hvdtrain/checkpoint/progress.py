@@ -12,7 +12,6 @@ from typing import Any
 
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.data.identity import Identity
 from hvdtrain.data.plan.order_keys import ORDER_VERSION
 from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import CheckpointError
@@ -86,7 +85,7 @@ class Progress:
     evaluations: the records of evaluations within epochs, oldest first.
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
-    data: by dataset, the identity of its data.
+    data: by dataset, what a plug-in keeps of its data to compare it later, in plain values.
     keys: by name, the values of the keys that determine the results; empty in checkpoints of earlier releases.
     spent: where the seconds went, as the account of a plug-in has it; empty in checkpoints of earlier releases.
     finished: why a callback ends the training after the current epoch, or has ended it after the last one, and `num_epochs` then:
@@ -101,7 +100,7 @@ class Progress:
     history: list[EpochRecord] = field(default_factory=list)
     current: EpochProgress | None = None
     report: dict[str, Any] | None = None
-    data: dict[str, list[Identity]] = field(default_factory=dict)
+    data: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     spent: dict[str, Any] = field(default_factory=dict)
     file: Path | None = None

@@ -16,7 +16,6 @@ from hvdtrain.checkpoint.progress import Progress, best_position
 from hvdtrain.checkpoint.stored import read_progress as stored_progress
 from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.references import as_function
-from hvdtrain.data.identity import DatasetPart, Identity, changes, identify, rewritten_files
 from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS, NEW
 from hvdtrain.runtime import log
@@ -311,48 +310,6 @@ def call_hooks(hooks: Sequence[Any], model: Any) -> None:
             "load_model_post_hooks: expected functions that leave the trained parameters the same objects, got others: "
             f"{', '.join(dict.fromkeys(changed))} (the optimizer has them already: replace or freeze them in get_model)",
         )
-
-
-def check_data(comm: Communicator, progress: Progress, datasets: Mapping[str, Sequence[DatasetPart]], accept: bool) -> None:
-    """Collective. Compare the data with that of the checkpoint which the progress is of, and note what is there now.
-
-    Between epochs, other data is noted in the log; a checkpoint of before has nothing to compare with.
-
-    Args:
-        datasets: by name, the parts of each.
-        accept: continue with other data within an epoch, too.
-
-    Raises:
-        CheckpointError: training would continue within an epoch, and train is not what the epoch began with.
-        DataError: the data cannot be read.
-    """
-
-    def compare() -> tuple[dict[str, list[Identity]], bool]:
-        epoch = progress.current if progress.current is not None and not progress.current.trained else None
-        has_changed = False
-        for name, parts in datasets.items():
-            before = progress.data.get(name)
-            if before is None:
-                continue
-            differences = list(changes(before, parts))
-            is_begun = epoch is not None and name == "train"
-            if differences and is_begun and not accept:
-                raise CheckpointError(
-                    f"{name}: expected the data that epoch {progress.epoch + 1} began with, got {'; '.join(differences)} "
-                    "(continue with that data, or with this: ++accept_changed_data 1; or remove "
-                    f"{progress.file} to repeat the epoch from its beginning)"
-                )
-            has_changed = has_changed or bool(differences and is_begun)
-            if differences:
-                log.write(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(differences)}")
-            elif files := rewritten_files(before, parts):
-                more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-                log.detail(f"{name}: {files[0]}{more}: written since the checkpoint; lengths, tags and some values are the same")
-        return {name: identify(parts) for name, parts in datasets.items() if parts}, has_changed
-
-    progress.data, has_changed = on_rank_zero(comm, compare, name="data")
-    if has_changed and progress.current is not None:
-        progress.current.fingerprints = []  # the batches may be others, too
 
 
 def load_trained(loader: Loader, start: StartingPoint, keys: StartKeys, checkpoint_hooks: Sequence[CheckpointHooks]) -> Progress:

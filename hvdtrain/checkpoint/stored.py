@@ -42,7 +42,7 @@ IDENTITY: Mapping[str, Any] = {
     "values": list[list[int]],
     "samples": dict[str, list[list[float]]] | None,
 }
-"""The types of the entries of an `Identity` (`data/identity.py`)."""
+"""The types of the entries of an `Identity` (`plugins/same_data/identity.py`)."""
 
 
 def read_progress(state: Mapping[str, Any], file: Path) -> Progress:

@@ -12,11 +12,13 @@ from hvdtrain.errors import ConfigError
 NAMES = {
     "average": "average average_checkpoints",
     "bars": "tqdm",
+    "chunks": "chunking min_chunk_size chunking_tail context_window",
     "cleanup": "cleanup_old_models",
-    "combine": "MetaDataset MapDataset",
+    "combine": "FilesDataset CombinedDataset ConcatDataset MixingDataset MetaDataset MapDataset",
     "completion": "completion",
     "compute": "compute sync_batch_norm freeze_until_step torch_compile checkpoint_modules split_on_oom",
     "compression": "powersgd int8 int4 int2",
+    "copies": "cache_dir cache_dir_size",
     "doctor": "doctor build-horovod",
     "epoch_scores": "epoch_scores",
     "epoch_keys": "keys_of_epoch",
@@ -29,6 +31,7 @@ NAMES = {
     "horovod": "horovod elastic_horovodrun",
     "init": "init",
     "inspect": "summary export count_flops",
+    "lengths": "lengths_dir",
     "lightning": "lightning_module datamodule lightning_callbacks lightning_trainer num_val_loaders save_ckpt lightning",
     "local_disk": "checkpoint_local",
     "packed": "Packed",
@@ -41,6 +44,7 @@ NAMES = {
     "programs": "Average Best Result evaluate forward load_model train",
     "prove": "prove",
     "remote": "fsspec",
+    "same_data": "accept_changed_data",
     "report": "report card",
     "returnn": "tensorflow-net-dict NextGenHDFDataset ReturnnDataset network returnn search_output_file "
     "search_output_file_format search_output_layer search_labels use_last_best_model epoch_start "

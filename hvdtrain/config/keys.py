@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 
 from hvdtrain.errors import Problem, ProblemRule
 
@@ -208,10 +208,12 @@ class Section:
 
     Attributes:
         changes_results: of a plug-in's section: whether another value of its keys changes the results of a training.
+        varies: of a plug-in's section: whether its keys may have another value in an epoch.
         dicts: by key that is a dict, the class with its entries.
     """
 
     changes_results = False
+    varies = False
     dicts: ClassVar[Mapping[str, type]] = {}
 
     @property
@@ -227,6 +229,10 @@ class Section:
     def changes_with(self, num_epochs: int) -> bool:
         """Whether what its keys say is something else with another last epoch."""
         return False
+
+    def resolved(self, others: Sections) -> Self:
+        """The section with values that follow from other sections."""
+        return self
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         """Conflicts among the keys of this section, or with other sections; each ends up in a ConfigError."""

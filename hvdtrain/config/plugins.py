@@ -76,6 +76,12 @@ class Plugin:
         savers: by the value of the key `backend`, a function of whether the process may be forked: it returns what writes copies
             of checkpoints while training goes on, a `BackgroundSaver` (learner/frameworks.py).
         storages: by any name, a `Storage`, which reads data files at URLs.
+        copiers: by any name, a `Copier`, which copies data files to local disks before they are read.
+        data_checks: by any name, a `DataCheck`, which compares the data with that of the checkpoint, and between the ranks.
+        lengths: by any name, a `LengthFinder`, for lengths that nothing but reading shows.
+        adapters: by any name, an `Adapter`, which makes a dataset's dict of a value that another library or program has.
+        chunkers: by any name, a `Chunker`, which cuts sequences into parts that are batched as if each were a sequence.
+        planners: by any name, a `Planner`, which makes the plan of an epoch on all ranks together.
         mirrors: by any name, a function of a URL that returns a `MirrorProtocol`, where checkpoints are copied to.
         scorings: by any name, a function of the settings, which returns what computes the scores of a dataset, a `Scoring`
             (learner/epoch_scores.py).
@@ -124,6 +130,12 @@ class Plugin:
     artifacts: Mapping[str, str] = field(default_factory=dict)
     savers: Mapping[str, str] = field(default_factory=dict)
     storages: Mapping[str, str] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    copiers: Mapping[str, str] = field(default_factory=dict)
+    lengths: Mapping[str, str] = field(default_factory=dict)
+    data_checks: Mapping[str, str] = field(default_factory=dict)
+    chunkers: Mapping[str, str] = field(default_factory=dict)
+    planners: Mapping[str, str] = field(default_factory=dict)
     mirrors: Mapping[str, str] = field(default_factory=dict)
     scorings: Mapping[str, str] = field(default_factory=dict)
     learner_extensions: Mapping[str, str] = field(default_factory=dict)

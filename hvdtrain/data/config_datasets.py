@@ -9,8 +9,8 @@ from os.path import basename
 from typing import Any
 
 from hvdtrain.data.keys import DataKeys, DatasetSpec
-from hvdtrain.data.kinds import KINDS
-from hvdtrain.data.sources import check_dataset, class_name, is_for_returnn, is_function
+from hvdtrain.data.kinds import KINDS, adapted
+from hvdtrain.data.sources import check_dataset, class_name, is_function
 from hvdtrain.errors import Problem, problem
 
 
@@ -68,21 +68,21 @@ def call_functions(name: str, value: Any) -> tuple[Any, list[Problem]]:
         if isinstance(returned, Iterator):
             return {"class": value}, []
         value = {"class": returned} if is_function(returned) else returned
-    if (
-        not isinstance(value, dict)
-        or is_for_returnn(value)
-        or ("class" in value and class_name(value) not in (*KINDS, "MultiProcDataset"))
-    ):
+    if not isinstance(value, dict):
         return value, []
-    problems: list[Problem] = []
+    understood, problems = adapted(name, value, {})
+    if "class" in understood and class_name(understood) not in KINDS:
+        return value, problems
 
     def call(path: str, child: Any) -> Any:
         dataset, more = call_functions(f"{name}.{path}", child)
         problems.extend(more)
-        # RETURNN reads the dataset that this function returned, not all of the outer dataset.
-        return {"class": "ReturnnDataset", "dataset": dataset} if dataset is not child and is_for_returnn(dataset) else dataset
+        if dataset is not child:  # RETURNN, for example, reads what this function returned, not all of the outer dataset
+            dataset, more = adapted(f"{name}.{path}", dataset, {})
+            problems.extend(more)
+        return dataset
 
-    value = dict(value)
+    value = dict(understood)
     if "dataset" in value:
         value["dataset"] = call("dataset", value["dataset"])
     several = value.get("datasets")

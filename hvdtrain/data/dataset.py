@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -288,3 +289,26 @@ def ended_iterator_error(where: str, error: StopIteration) -> DataError:
         f"{where}: expected data, got a StopIteration{place}: an iterator on which it calls next() has ended (create it anew "
         "there, or use itertools.cycle)"
     )
+
+
+@dataclass(frozen=True)
+class DatasetPart:
+    """A dataset without others inside it, and the files that it reads.
+
+    Attributes:
+        name: the key of its dict in the config.
+    """
+
+    name: str
+    dataset: Dataset
+    files: tuple[str, ...] = ()
+
+    @property
+    def bounds(self) -> list[int]:
+        """As in `Dataset.file_bounds`."""
+        return [int(bound) for bound in self.dataset.file_bounds()]
+
+    def file_of(self, index: int) -> str | None:
+        """The file that contains a sequence; None if unknown."""
+        bounds = self.bounds
+        return self.files[bisect_right(bounds, index) - 1] if len(bounds) == len(self.files) + 1 else None

@@ -9,14 +9,12 @@ from os.path import abspath
 import numpy
 
 from hvdtrain.data.combine.cache import frame_size
-from hvdtrain.data.copies import CopyReport
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import count_too_long
-from hvdtrain.data.plan.chunks import select_by_length
 from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
-from hvdtrain.data.plan.mix import mixed_parts
+from hvdtrain.data.plan.selection import select_by_length
 
 Line = tuple[int, str]
 """The lowest `log_verbosity` at which a line is shown, and the line."""
@@ -50,10 +48,8 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     keys = feed.batch_keys
     selected = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
     if feed.chunks is not None:
-        with_chunks = selected[numpy.diff(feed.chunks.first)[selected] > 0]
-        if feed.chunks.steps:
-            lines.append((4, f"{feed.name}: {len(feed.chunks.numbers_of(with_chunks))} chunks of {len(with_chunks)} sequences"))
-        selected = with_chunks
+        selected, about = feed.chunks.shares(selected)
+        lines += [(4, f"{feed.name}: {about}")] if about else []
     for name, column in feed.dataset.lengths.items():
         empty = selected[column[selected] == 0]
         if len(empty):
@@ -85,10 +81,7 @@ def _mix_lines(feed: Feed) -> list[Line]:
         return []
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
     used = select_by_length(lengths, used, keys.min_seq_length, keys.max_seq_length)
-    parts = mixed_parts(mix, sorting_lengths(lengths), used)
-    total = sum(part.quota for part in parts)
-    shares = [f"{part.quota} of {part.name} ({part.quota / total:.1%}, {part.passes:.3g} times all)" for part in parts]
-    return [(4, f"{feed.name}: {mix.by} in a full epoch: {total}: {', '.join(shares)}")]
+    return [(4, f"{feed.name}: {mix.shares(sorting_lengths(lengths), used)}")]
 
 
 def _repeated_files(feed: Feed) -> list[tuple[str, int]]:
@@ -115,35 +108,6 @@ def cache_texts(feeds: Sequence[Feed]) -> list[str]:
     """The memory in which sequences of training are cached, for the first lines of the log; empty: nothing asks for it."""
     budgets = [feed.budget for feed in feeds[:1] if feed.budget is not None and feed.budget.size != 0 and feed.budget.caches]
     return [f"cache: {size_text(size)} of {size_text(whole)} per rank" for whole, size in (budget.needed() for budget in budgets)]
-
-
-FEW_HOSTS = 8
-"""The most hosts whose copies have a line each."""
-
-
-def copy_lines(folder: str, everywhere: Sequence[CopyReport]) -> list[Line]:
-    """Describe the copies of data files, host by host or, on many hosts, all together, and the files that could not be copied.
-
-    Args:
-        everywhere: by rank.
-    """
-    hosts: dict[str, list[CopyReport]] = {}
-    for report in everywhere:
-        hosts.setdefault(report.host, []).append(report)
-    if len(hosts) > FEW_HOSTS:
-        hosts = {f"{len(hosts)} hosts": list(everywhere)}
-    lines = []
-    for name, ranks in hosts.items():
-        num_new, new_size = sum(report.num_new for report in ranks), sum(report.new_size for report in ranks)
-        seconds = max(report.seconds for report in ranks)
-        number, size = max((report.number, report.size) for report in ranks)
-        copied = f"{number} files ({size_text(size)}) are read from copies in {folder}"
-        now = f", {num_new} copied now ({size_text(new_size)} in {seconds:.1f} s)" if num_new else ", all made before"
-        if number:
-            lines.append((4, f"{name}: {copied}{now}"))
-        not_copied = {path: why for report in ranks for path, why in report.not_copied.items()}
-        lines += [(2, f"{name}: not copied, read from its original path: {path}: {why}") for path, why in not_copied.items()]
-    return lines
 
 
 def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:

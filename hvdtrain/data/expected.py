@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.identity import DatasetPart
+from hvdtrain.data.dataset import Dataset, DatasetPart
 from hvdtrain.data.types import Array, Batch, Items, Packed, Stream
 from hvdtrain.errors import DataError, Problem, problem
 

@@ -10,17 +10,17 @@ import numpy
 
 from hvdtrain.data.broken import BrokenSequences, check_finite
 from hvdtrain.data.combine.cache import Budget
-from hvdtrain.data.dataset import Dataset, ended_iterator_error
+from hvdtrain.data.dataset import Dataset, DatasetPart, ended_iterator_error
 from hvdtrain.data.expected import BatchCheck, Expected, source_of
 from hvdtrain.data.files import Unchanged
-from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.bounds import SEQUENCES_AT_ONCE
-from hvdtrain.data.plan.chunks import ChunkedDataset, Chunks, epoch_subset
+from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.epoch import Plan, RankBatches
 from hvdtrain.data.plan.frames import FrameDataset
+from hvdtrain.data.plan.inputs import PlanInputs
 from hvdtrain.data.plan.order_keys import OrderKeys, full_epoch, limit_of, part_of
-from hvdtrain.data.plan.shared import PlanInputs
+from hvdtrain.data.plan.selection import epoch_subset
 from hvdtrain.data.read_ahead import ReadAhead, Staging, ahead_of
 from hvdtrain.data.types import Array, Batch, BatchParts, UnlikeError
 from hvdtrain.data.views import PartsOfSequences, Redrawn
@@ -140,14 +140,14 @@ class Feed:
         now = self.dataset.at_epoch(epoch)
         lengths = now.lengths
         mix = self.dataset.mix
-        if mix is not None and mix.by == "frames" and lengths is not self.dataset.lengths:
+        if mix is not None and mix.needs_lengths and lengths is not self.dataset.lengths:
             raise DataError(
                 f"{mix.where}.by: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
             )
         if self.chunks is not None and lengths is not self.dataset.lengths:
-            key = "chunking" if self.chunks.steps else "context_window"
             raise DataError(
-                f"{key}: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the epoch"
+                f"{self.chunks.key}: expected the same lengths in every epoch, got a map_lengths in {self.name} that takes the "
+                f"epoch"
             )
         return PlanInputs(
             self._batch_lengths(lengths),
@@ -216,7 +216,7 @@ class Feed:
         """
         dataset = self.dataset.at_epoch(epoch)
         if self.chunks is not None:
-            dataset = ChunkedDataset(dataset, self.chunks)
+            dataset = self.chunks.dataset(dataset)
         if self.batch_keys.frame_batches:
             dataset = FrameDataset(dataset, self.frame_keys)
         from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic

@@ -1,10 +1,10 @@
-"""The files behind datasets: their sizes as text, whether they change while a training runs, and copying and locking them."""
+"""The files behind datasets: their sizes as text, whether they change while a training runs, and copying them."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +19,9 @@ BYTES_AT_ONCE = 8 << 20
 
 SYNC = 32
 """The number of blocks after which data is flushed to the disk, so that the last flush does not take minutes without progress."""
+
+A_COPY = re.compile(r"(partial-)?[0-9a-f]{16}-.")
+"""The names of copies that a plug-in makes of data files, complete or partial. Other files in its folder are left alone."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes copied so far, by this process or by the one that it waits for."""
@@ -90,32 +93,6 @@ class LocalFile:
             raise DataError(f"{self}: expected a file that does not change while it is copied, got one that was changed")
         os.fsync(copy)
         os.utime(copy, ns=(time.time_ns(), version))
-
-
-def open_to_lock(path: Path, flags: int = 0) -> int:
-    """Open a file, possibly another user's, to lock it. Writable if possible, as some network file systems require it."""
-    try:
-        return os.open(path, os.O_RDWR | flags, 0o666)
-    except PermissionError:
-        return os.open(path, os.O_RDONLY)
-
-
-def try_lock(file: int) -> bool:
-    """Take the lock of a file; False if another process holds it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def is_unlocked(path: Path) -> bool:
-    """Whether no process holds the lock of a file."""
-    file = open_to_lock(path)
-    try:
-        return try_lock(file)
-    finally:
-        os.close(file)
 
 
 def why_not_opened(error: OSError) -> str:

@@ -36,11 +36,6 @@ class DataKeys(Section):
         "budget with K, M or G, -1 everything; memory-mapped files need none",
         Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
     )
-    lengths_dir: str | None = key(
-        "~/.cache/hvdtrain/lengths",
-        "folder for lengths of sequences that are only known from reading the data (iterables, items that take long to read, "
-        "datasets that RETURNN reads); jobs may share it; None: they are found in every run",
-    )
     skip_broken: int = key(
         0,
         "the number of sequences of each dataset that training and evaluation leave out if they cannot be read (a missing or "
@@ -87,6 +82,8 @@ class DatasetKeys:
     """Whether the opener also gets the job's `Scanning`, as lengths may have to be found by reading."""
     keeps_order: ClassVar[bool] = False
     """Whether its sequences are those of the dataset inside, in the same order, which that may have fixed, or mixed."""
+    joins: ClassVar[bool] = False
+    """Whether its sequences are those of the datasets inside, one dataset after the other, which may be items for `collate`."""
 
     @property
     def ordered_by(self) -> str | None:

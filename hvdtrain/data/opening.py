@@ -10,13 +10,11 @@ from typing import Any
 
 from hvdtrain.config.references import resolve
 from hvdtrain.data.combine.cache import Budget, with_cache
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
 from hvdtrain.data.combine.user_code import with_own_numbers
-from hvdtrain.data.dataset import Dataset, Scanning, SequenceSource
+from hvdtrain.data.dataset import Dataset, DatasetPart, Scanning, SequenceSource
 from hvdtrain.data.foreign import as_dataset, is_iterable, is_map_style
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.objects import Objects, ObjectsDataset
-from hvdtrain.data.identity import DatasetPart
 from hvdtrain.data.keys import DatasetKeys, DatasetSpec
 from hvdtrain.data.kinds import iterable_source
 from hvdtrain.data.randomness import ITEM, own_numbers
@@ -89,10 +87,6 @@ def _open(spec: DatasetSpec, context: OpeningContext) -> Dataset:
     return with_cache(with_own_numbers(spec.name, dataset, context.scanning), context.budget)
 
 
-JOINING = (ConcatDatasetKeys, CombinedDatasetKeys, MixingDatasetKeys)
-"""The kinds whose sequences are those of the datasets inside, one dataset after the other."""
-
-
 def open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
     """Open the datasets inside, then the dataset itself; closes open ones if something fails."""
     copies = {path: context.copies[path] for path in keys.files_to_copy() if path in context.copies}
@@ -112,7 +106,7 @@ def open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], c
                     "is read from beginning to end (RETURNN's: give the outer dict to RETURNN: "
                     f'{{"class": "ReturnnDataset", "dataset": ...}}; an iterable: convert it once with hvdtrain dump)'
                 )
-            if datasets[child].collate is not None and not isinstance(keys, JOINING):
+            if datasets[child].collate is not None and not keys.joins:
                 raise DataError(
                     f"{spec.name}: expected a dataset without collate inside {name}, got one (collate belongs to the outermost "
                     "dataset, or to those inside a ConcatDataset, CombinedDataset or MixingDataset)"

@@ -1,10 +1,10 @@
-"""Sequences of different lengths as one padded array, and several batches as one."""
+"""Sequences of different lengths as one padded array."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
@@ -165,7 +165,7 @@ def gather(array: Array, starts: Array, lengths: Array, step: int = 1) -> Padded
 
 def gather_packed(array: Array, starts: Array, lengths: Array, step: int = 1) -> Packed:
     """As `gather`, but one sequence after the other, without padding."""
-    return Packed(_take_frames(array, _places(starts, lengths, step)), lengths)
+    return Packed(_take_frames(array, frame_places(starts, lengths, step)), lengths)
 
 
 class _Span:
@@ -197,7 +197,7 @@ def span(arrays: Sequence[Array]) -> tuple[Array, list[int], int] | None:
     return numpy.asarray(_Span(arrays, first, (stride, *first.strides[1:]), size)), places, step
 
 
-def _places(starts: Array, lengths: Array, step: int = 1) -> Array:
+def frame_places(starts: Array, lengths: Array, step: int = 1) -> Array:
     """The frames from every start on, one sequence after the other: int64 of shape (frames,)."""
     before = lengths.cumsum(dtype=numpy.int64) - lengths
     frames = numpy.arange(int(lengths.sum(dtype=numpy.int64)))
@@ -212,48 +212,3 @@ def _take_frames(array: Array, places: Array) -> Array:
     # HDF5 does not align data, and `take` would copy an unaligned array as a whole first.
     flags = array.flags
     return array.take(places, axis=0, mode="clip") if flags.aligned and flags.c_contiguous else array[places]
-
-
-def merge_batches(
-    streams: Mapping[str, Stream],
-    lengths: Mapping[str, Array],
-    packed: Collection[str],
-    parts: Sequence[tuple[Array, Mapping[str, Padded]]],
-) -> dict[str, Padded]:
-    """One batch made of several, each given with its rows in the whole. Rows are empty in data keys missing from their part.
-
-    Args:
-        lengths: by data key, of all rows, for rows that are missing; those of the others are the parts'.
-        packed: the data keys without padding.
-
-    Raises:
-        UnlikeError: numpy would repeat, round or cut a part.
-    """
-    batch: dict[str, Padded] = {}
-    for name, stream in streams.items():
-        parts_with_key = [(rows, part[name]) for rows, part in parts if name in part]
-        seq_lens = numpy.zeros_like(lengths[name])  # not those that were planned: a dataset that returns others is to be noticed
-        for rows, part in parts_with_key:
-            if len(part.seq_lens) == len(rows):
-                seq_lens[rows] = part.seq_lens
-            if name in packed:
-                frames: tuple[int, ...] = (int(seq_lens[rows].sum(dtype=numpy.int64)),)
-            else:
-                frames = len(rows), max([int(seq_lens[rows].max()), *part.values.shape[1:2]])
-            is_like = part.values.dtype == stream.dtype or holds(stream.dtype, part.values)
-            if part.values.shape != (*frames, *stream.shape) or not is_like:
-                raise UnlikeError(
-                    f"data key {name!r}: expected {stream.dtype} of shape {(*frames, *stream.shape)} for {len(rows)} sequences, "
-                    f"got {part.values.dtype} of shape {part.values.shape} with {len(part.seq_lens)} lengths"
-                )
-        longest = max((part.values.shape[1] for _, part in parts_with_key), default=0) if name not in packed else 0
-        shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), longest)
-        values = numpy.full((*shape, *stream.shape), "" if stream.dtype.kind in "OU" else 0, stream.dtype)
-        starts = seq_lens.cumsum(dtype=numpy.int64) - seq_lens
-        for rows, part in parts_with_key:
-            if name in packed:
-                values[_places(starts[rows], part.seq_lens)] = part.values
-            else:
-                values[rows, : part.values.shape[1]] = part.values
-        batch[name] = (Packed if name in packed else Padded)(values, seq_lens)
-    return batch

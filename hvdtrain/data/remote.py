@@ -1,17 +1,18 @@
 """Files on object storage and web servers, which a plug-in reads and writes: `s3://`, `https://`, `hf://` and so on.
 
-A remote file is only ever read to make a local copy of it (`copies.py`).
+A remote file is only ever read to make a local copy of it, which another plug-in does (`Copier`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hvdtrain.config.absent import absent
+from hvdtrain.config.keys import Sections
 from hvdtrain.config.plugins import Registry
 from hvdtrain.data.files import Progress
 from hvdtrain.errors import Problem, problem
@@ -50,6 +51,26 @@ class Storage:
 
 
 STORAGES: Registry[Storage] = Registry("storages")
+"""Those of plug-ins; the last one is used."""
+
+
+@dataclass(frozen=True)
+class Copier:
+    """What makes copies of data files on a local disk of every host, from which they are read.
+
+    Attributes:
+        problems: those with what copying remote files needs, given the sections of keys, and URLs by the config key of their
+            dataset.
+        copy: called by all ranks before data is opened, with the settings, the paths or URLs of the files, the communicator, the
+            watchdog, and an `ExitStack` that is closed once the copies are not used any more. Returns, by path, that of the copy;
+            a file without one is read where it is. Raises: DataError, if a remote one has none.
+    """
+
+    problems: Callable[[Sections, Mapping[str, Sequence[str]]], list[Problem]]
+    copy: Callable[..., Mapping[str, str]]
+
+
+COPIERS: Registry[Copier] = Registry("copiers")
 """Those of plug-ins; the last one is used."""
 
 
@@ -92,10 +113,3 @@ def url_problems(where: str, urls: Iterable[str]) -> list[Problem]:
     if storage is not None:
         return storage.problems(where, urls)
     return problem("missing-package", f"{where}: expected a path on a disk, got a URL{absent('fsspec')}")
-
-
-def look_up(urls: Iterable[str]) -> Mapping[str, RemoteFile]:
-    """By URL, the files with their sizes and versions. Raises: DataError."""
-    wanted = list(urls)
-    storage = STORAGES.last if wanted else None  # `url_problems` has refused URLs where there is none
-    return {} if storage is None else storage.look_up(wanted)

@@ -16,10 +16,9 @@ from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.references import as_function, is_reference, resolve
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.foreign import describe, is_iterable, is_map_style, needs_epoch
-from hvdtrain.data.formats.loader import is_loader, read_loader
 from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.keys import DatasetKeys, DatasetSpec
-from hvdtrain.data.kinds import BY_RETURNN, KINDS, ONE_BY_ONE, SOURCES, inner_of_multi_proc, iterable_source, take_returnn_entries
+from hvdtrain.data.kinds import ADAPTERS, KINDS, SOURCES, adapted, iterable_source
 from hvdtrain.data.opening import OpeningContext, is_cut_set, open_kind
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
 from hvdtrain.errors import ConfigError, DataError, Problem, problem
@@ -44,14 +43,14 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
     """
     if is_cut_set(value):
         value = {"class": "LhotseDataset", "cuts": value}
-    if is_loader(value):
-        try:
-            items, order_of_loader = read_loader(name, value)
-        except ConfigError as error:
-            return None, [*error.problems]
-        value = {"class": lambda: items}
-        if name != "train" or "seq_ordering" not in defaults:
-            value["seq_ordering"] = order_of_loader
+    value, problems = adapted(name, value, defaults)
+    if problems and not isinstance(value, dict):
+        return None, problems
+    spec, more = _check_adapted(name, value, defaults)
+    return None if problems else spec, [*problems, *more]
+
+
+def _check_adapted(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[DatasetSpec | None, list[Problem]]:
     if is_function(value):
         order, problems = build(OrderKeys, dict(defaults), f"{name}.", {})
         return (None if order is None else DatasetSpec(name, _open_too_early, order, is_known=False)), problems
@@ -59,11 +58,6 @@ def check_dataset(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[D
         value, problems = _as_dict(name, value)
         if problems:
             return None, problems
-    if class_name(value) == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
-        return check_dataset(name, _inner_of_multi_proc(value), defaults)
-    if is_for_returnn(value):
-        # The defaults of train are keys of the config; RETURNN must not get the others.
-        value = {"class": "ReturnnDataset", "dataset": {**(defaults if name == "train" else {}), **value}}
     options = {option: content for option, content in value.items() if option != "class"}
     kind = value.get("class", "HDFDataset")
     kind = SOURCES.entries.get(kind, kind) if isinstance(kind, str) else kind
@@ -128,7 +122,8 @@ def _check_class(
             for option, value in non_default(order).items()
         ]
     if not (callable(kind) or is_reference(kind)):
-        similar = closest(kind, [*KINDS, *SOURCES, *BY_RETURNN]) if isinstance(kind, str) else None
+        known = [*KINDS, *SOURCES, *(each for adapter in ADAPTERS.values() for each in adapter.classes)]
+        similar = closest(kind, known) if isinstance(kind, str) else None
         hint = (absent(kind) if isinstance(kind, str) else "") or (
             f" (did you mean {similar}? see docs/datasets.md)"
             if similar
@@ -201,25 +196,6 @@ def class_name(value: Mapping[str, Any]) -> str | None:
     return kind if isinstance(kind := value.get("class"), str) else None
 
 
-def is_for_returnn(value: Any) -> bool:
-    """Whether a dataset, or one inside it, has a class that only RETURNN has: RETURNN then reads all of it."""
-    if not isinstance(value, dict) or (kind := class_name(value)) == "ReturnnDataset":
-        return False
-    if kind in BY_RETURNN or (kind == "HuggingFaceDataset" and "dataset_opts" in value):  # ours has no such entry
-        return True
-    return kind not in ONE_BY_ONE and any(is_for_returnn(child) for _, child in _inner_datasets(value).values())
-
-
-def _inner_of_multi_proc(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The dataset inside RETURNN's MultiProcDataset, with its processes replaced by ours: for reading, or of a MapDataset."""
-    inner = inner_of_multi_proc(options)
-    if is_for_returnn(inner) and options.get("num_workers", 1) != 1:
-        return {"class": "ReturnnDataset", "dataset": inner, "num_workers": options["num_workers"]}
-    if inner.get("class") == "MapDataset":
-        inner.setdefault("num_workers", options.get("num_workers", 0))
-    return inner
-
-
 def _check_kind(
     name: str, kind_name: str, options: dict[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[DatasetSpec | None, list[Problem]]:
@@ -228,7 +204,6 @@ def _check_kind(
     options_of_class = [declared_key.name for declared_key in declared_keys(section)]
     order_values = _pop_order(options, options_of_class)
     cache_byte_size = options.pop("cache_byte_size", None)
-    returnn_problems = take_returnn_entries(f"{name}.", options, options_of_class)
     if isinstance(options.get("files"), PathLike):
         options["files"] = [options["files"]]
     if isinstance(options.get("files"), (list, tuple)):
@@ -236,12 +211,12 @@ def _check_kind(
         options["files"] = [fspath(name) if isinstance(name, PathLike) else name for name in names]
     keys: DatasetKeys | None
     keys, problems = build(section, options, f"{name}.", {})
-    problems += returnn_problems + _cache_problems(name, cache_byte_size)
+    problems += _cache_problems(name, cache_byte_size)
     problems += unknown_options(f"{name}.", options, section, kind_name, _ORDER_NAMES)
     if keys is not None:
         problems += [problem.within(f"{name}.") for problem in keys.problems()]
     inside: dict[str, DatasetSpec] = {}
-    for child, (path, value) in _inner_datasets(options).items():
+    for child, (path, value) in inner_datasets(options).items():
         spec, more = check_dataset(f"{name}.{path}", value, {})
         problems += more
         if spec is not None:
@@ -279,7 +254,7 @@ def _cache_problems(name: str, size: Any) -> list[Problem]:
     return []
 
 
-def _inner_datasets(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+def inner_datasets(options: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """The datasets inside a dataset dict: by name, the path of the config key, and the value."""
     result: dict[str, tuple[str, Any]] = {}
     if "dataset" in options:
@@ -298,18 +273,12 @@ ORDERED_OTHERWISE = ("MetaDataset", "CombinedDataset", "ConcatDataset")
 HAS_OTHER_KEYS = ("conflict", "unknown-key", "wrong-format")
 """The rules that RETURNN's further keys and values break."""
 
-NONE_IN_RETURNN = ("partition_epoch", "repeat_epoch", "random_seed_offset")
-
 _ORDER_NAMES = [field.name for field in fields(OrderKeys)]
 
 
 def _pop_order(options: dict[str, Any], options_of_class: list[str]) -> dict[str, Any]:
-    """Remove the order keys from the options and return them; a class's own keys of the same name stay.
-
-    In RETURNN configs, None stands for the default of some keys whose default is a number here.
-    """
-    order = {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in options_of_class}
-    return {option: value for option, value in order.items() if value is not None or option not in NONE_IN_RETURNN}
+    """Remove the order keys from the options and return them; a class's own keys of the same name stay."""
+    return {option: options.pop(option) for option in _ORDER_NAMES if option in options and option not in options_of_class}
 
 
 def _order_problems(name: str, inside: DatasetSpec, outside: Mapping[str, Any] | None) -> list[Problem]:

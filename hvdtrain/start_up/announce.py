@@ -14,7 +14,6 @@ from hvdtrain.comm.base import Communicator, num_bytes, on_rank_zero, together
 from hvdtrain.data.describe import batch_lines, cache_texts, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
-from hvdtrain.data.identity import AGAIN, as_close, sample_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.compression import COMPRESSIONS
@@ -28,6 +27,7 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.log import BETWEEN
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.checkpoints import checkpoint_folder
+from hvdtrain.start_up.data import DATA_CHECKS
 from hvdtrain.start_up.effective import effective_keys
 from hvdtrain.training.limits import TrainingLimits
 from hvdtrain.training.session import Session
@@ -71,25 +71,15 @@ def log_ranks(settings: Settings, size: int, hosts: list[Host], level: int) -> N
 
 
 def check_plans(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None:
-    """Collective. Raises: ConfigError, if the inputs of the ranks' plans or some sequences differ; DataError."""
+    """Collective. Raises: ConfigError, if the inputs of the ranks' plans, or what plug-ins compare, differ; DataError."""
     shared = [feed for feed in feeds if feed.distribution == "shard" and comm.size > 1]
 
     def inputs() -> dict[str, str]:
         return {f"{feed.name}: {name}": text for feed in shared for name, text in feed.plan_inputs(epoch).items()}
 
     check_alike(comm, "plan", together(comm, inputs, name="plan_inputs"))
-    for feed in feeds if comm.size > 1 else ():  # also where each rank has its own order
-        for times in (2, AGAIN):
-            sample = together(comm, partial(sample_of, feed.dataset, epoch, times), name="sample")
-            by_rank = comm.gather(sample if comm.rank == 0 else sample.outline(), name="samples")
-            texts, first = as_close(sample, by_rank), as_close(by_rank[0], by_rank)
-            if feed.distribution != "shard":  # ranks may have other sequences, but not the same ones with other values
-                same = {place for place, name in by_rank[0].names.items() if sample.names.get(place) == name}
-                texts = {place: texts[place] if place in same else text for place, text in first.items()}
-            if all(comm.gather(texts == first, name="same_sample")):
-                break
-        else:
-            check_alike(comm, "data", texts, of=f"{feed.name}: ")
+    for check in DATA_CHECKS.values():
+        check.between_ranks(comm, feeds, epoch)
 
 
 def log_data(settings: Settings, session: Session) -> None:

@@ -1,30 +1,25 @@
-"""Opening the datasets of a job: copies on local disks, caches, and checks of the data against the keys."""
+"""Opening the datasets of a job: caches, and checks of the data against the keys."""
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
+from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm.base import Communicator
-from hvdtrain.comm.heartbeat import run_with_heartbeat
+from hvdtrain.config.plugins import Registry
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.combine.cache import Budget, host_memory
-from hvdtrain.data.copies import Copies, CopyFolder, copy_files
-from hvdtrain.data.describe import copy_lines
 from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.files import Unchanged, parse_size, parse_sizes, size_text
+from hvdtrain.data.files import Unchanged, parse_sizes
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import COST, LIMITS_OF_LENGTHS, LIMITS_OF_SIZES
-from hvdtrain.data.plan.chunk_keys import ChunkKeys, keys_of, parse_context
-from hvdtrain.data.plan.chunk_keys import parse as parse_chunking
-from hvdtrain.data.plan.chunks import find_listed, make_chunks
-from hvdtrain.data.remote import is_remote
+from hvdtrain.data.plan.chunks import CHUNKERS
+from hvdtrain.data.plan.selection import find_listed
+from hvdtrain.data.remote import COPIERS, is_remote
 from hvdtrain.data.types import Stream
 from hvdtrain.data.views import OneAtATime
 from hvdtrain.errors import DataError, HvdtrainError
@@ -41,6 +36,30 @@ MEMORY_SHARE = 0.8
 NO_COPIES: Mapping[str, str] = {}
 
 
+@dataclass(frozen=True)
+class DataCheck:
+    """What a plug-in compares of the data of a training. All ranks call both functions.
+
+    Attributes:
+        with_checkpoint: called once what the training starts from is loaded; it notes in `Progress.data` what the next
+            checkpoint has. Raises: CheckpointError, DataError.
+        between_ranks: called before the first epoch, whose number it gets. Raises: ConfigError, DataError.
+    """
+
+    with_checkpoint: Callable[[Settings, Communicator, Progress, Sequence[Feed]], None]
+    between_ranks: Callable[[Communicator, Sequence[Feed], int], None]
+
+
+DATA_CHECKS: Registry[DataCheck] = Registry("data_checks")
+"""Those of plug-ins."""
+
+
+def compare_with_checkpoint(settings: Settings, comm: Communicator, progress: Progress, feeds: Sequence[Feed]) -> None:
+    """Collective. Raises: CheckpointError, DataError."""
+    for check in DATA_CHECKS.values():
+        check.with_checkpoint(settings, comm, progress, feeds)
+
+
 def copy_data(
     settings: Settings,
     specs: Iterable[DatasetSpec],
@@ -49,43 +68,22 @@ def copy_data(
     at_the_end: ExitStack,
     *,
     remote_only: bool,
-) -> Copies:
-    """Collective. Copy the data files to a local disk of every host, if the config asks for it.
+) -> Mapping[str, str]:
+    """Collective. Have the plug-in for that copy the data files to a local disk of every host, if the config asks for it.
 
     Args:
         remote_only: leave out files that can be read where they are.
 
+    Returns:
+        By path, that of the copy.
+
     Raises:
         DataError: a file cannot be read, or there is no room for a remote one.
     """
-    keys = settings.copies
     parts = [part for spec in specs for part in spec.all()]
     files = [path for path in dict.fromkeys(path for part in parts for path in part.copied) if is_remote(path) or not remote_only]
-    if remote_only and not files:
-        return Copies()
-    folder = None if keys.cache_dir is None else CopyFolder(Path(keys.cache_dir).expanduser(), parse_size(keys.cache_dir_size))
-
-    def work(progress: Callable[[int], None]) -> Copies:
-        return Copies() if folder is None else copy_files(folder, files, progress, comm.local_rank, comm.local_size)
-
-    last_line = time.monotonic()
-
-    def report(copied: list[int]) -> None:
-        nonlocal last_line
-        watchdog.beat("copying the data files")
-        if time.monotonic() - last_line >= settings.log.log_interval and folder is not None:
-            last_line = time.monotonic()
-            log.detail(f"copied {size_text(max(copied))} so far ...")
-
-    if folder is not None:
-        log.detail(f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
-        at_the_end.callback(folder.close)
-    copies = run_with_heartbeat(comm, work, report, name="copy_data")
-    if folder is not None:
-        everywhere = comm.gather(copies.report(socket.gethostname()), name="copies")
-        for level, line in copy_lines(keys.cache_dir or "", everywhere):
-            log.write(level, line)
-    return copies
+    copier = None if remote_only and not files else COPIERS.last
+    return NO_COPIES if copier is None else copier.copy(settings, files, comm, watchdog, at_the_end)
 
 
 def changed_files(feeds: Iterable[Feed]) -> Iterator[tuple[str, DataError]]:
@@ -131,7 +129,8 @@ def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:
     limits = {name: getattr(settings.batch, name) for name in (*LIMITS_OF_SIZES, *LIMITS_OF_LENGTHS)}
     by_key = {name: list(limit) for name, limit in limits.items() if isinstance(limit, dict)}
     by_key |= {"packed": settings.batch.packed} if isinstance(settings.batch.packed, list) else {}
-    for name, keys in {**by_key, "chunking": keys_of(settings.chunks)}.items():
+    chunker = CHUNKERS.last
+    for name, keys in {**by_key, **({} if chunker is None else chunker.data_keys(settings))}.items():
         absent = [key for key in keys if key not in streams and not (key == COST and settings.batch.batch_cost is not None)]
         if absent and (len(absent) == len(keys)) and name not in LIMITS_OF_LENGTHS:
             raise DataError(f"{name}: expected data keys of train ({', '.join(streams)}), got {absent[0]!r}")
@@ -212,7 +211,7 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
     """
     is_training = spec is settings.train
     dataset = feed.dataset
-    chunk_keys = settings.chunks if is_training else replace(settings.chunks, chunking=None)
+    chunker = CHUNKERS.last
     batch_keys = settings.batch.per_rank(size)
     batch_keys = batch_keys.training_keys() if is_training else batch_keys.evaluation_keys()
     feed = replace(
@@ -220,11 +219,11 @@ def with_keys(feed: Feed, settings: Settings, spec: DatasetSpec, size: int) -> F
         order_keys=spec.order,
         batch_keys=batch_keys.limited(spec.name, dataset.max_seqs, callable(spec.order.seq_ordering)),
         subset=find_listed(dataset, spec.order.seq_list_filter_file),
-        chunks=None if dataset.has_fixed_order else make_chunks(dataset.lengths, chunk_keys),
+        chunks=None if dataset.has_fixed_order or chunker is None else chunker.make(settings, is_training, dataset.lengths),
         made_for=size,
     )
     if dataset.has_fixed_order:
-        _check_fixed_order(feed, chunk_keys)
+        _check_fixed_order(feed, {} if chunker is None else chunker.uses(settings, is_training))
     if dataset.collate is not None:
         _check_collate(feed, settings)
     return feed
@@ -244,12 +243,11 @@ def _check_collate(feed: Feed, settings: Settings) -> None:
         raise DataError(f"{feed.name}: expected no {what} with collate, whose batches are what it returns, got both")
 
 
-def _check_fixed_order(feed: Feed, chunk_keys: ChunkKeys) -> None:
+def _check_fixed_order(feed: Feed, chunking: Mapping[str, bool]) -> None:
     """Refuse keys that change the order or need fixed lengths, for a dataset with a fixed order. Raises: DataError."""
     is_returnns = feed.dataset.window is None
     uses = {
-        "chunking": parse_chunking(chunk_keys.chunking) is not None,
-        "context_window": parse_context(chunk_keys.context_window) is not None,
+        **chunking,
         "shuffle_batches": feed.batch_keys.shuffle_batches,
         "balance_ranks": bool(feed.batch_keys.balance_ranks),
         "largest_batches_first": feed.batch_keys.largest_batches_first,

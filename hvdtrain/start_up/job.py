@@ -21,7 +21,6 @@ from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.checkpoint.start import (
     StartingPoint,
     call_hooks,
-    check_data,
     load_trained,
     position_of_model,
     resume,
@@ -55,7 +54,7 @@ from hvdtrain.runtime.timer import Timer
 from hvdtrain.runtime.watchdog import SECONDS_TO_END, Watchdog
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.checkpoints import checkpoint_folder, checkpoint_hooks_of, fetch_needed_models, mirror_of
-from hvdtrain.start_up.data import changed_files, copy_data, open_datasets, open_feeds
+from hvdtrain.start_up.data import changed_files, compare_with_checkpoint, copy_data, open_datasets, open_feeds
 from hvdtrain.start_up.epochs import open_epochs
 from hvdtrain.start_up.ranks import job_began, open_communicator, threads
 from hvdtrain.start_up.sigterm import act_on_sigterm
@@ -208,7 +207,7 @@ def _open(
         progress = _resume(settings, comm, loader, start, checkpoint_hooks)
         fetch_needed_models(settings, comm, checkpoints, partial(kept.needed, progress))
         watchdog.beat("comparing the data with that of the checkpoint")
-        check_data(comm, progress, {feed.name: feed.parts for feed in feeds}, settings.start.accept_changed_data)
+        compare_with_checkpoint(settings, comm, progress, feeds)
     elif purpose in WITH_TRAINED:
         progress = load_trained(loader, start, settings.start, checkpoint_hooks)
         learner.begin_epoch(max(1, progress.epoch), progress.step)
@@ -322,10 +321,10 @@ def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdo
             settings = replace(settings, batch=settings.batch.whole_sequences())
         specs = [spec for spec in specs_of[purpose] if spec is not None]
         copies = copy_data(settings, specs, comm, watchdog, stack, remote_only=True)
-        return together(comm, lambda: open_datasets(settings, comm, specs, copies.places, watchdog), name="open_feeds")
+        return together(comm, lambda: open_datasets(settings, comm, specs, copies, watchdog), name="open_feeds")
     copies = copy_data(settings, settings.datasets, comm, watchdog, stack, remote_only=purpose != "train")
     watchdog.beat("opening the datasets")
-    return together(comm, lambda: open_feeds(settings, comm, copies.places, watchdog), name="open_feeds")
+    return together(comm, lambda: open_feeds(settings, comm, copies, watchdog), name="open_feeds")
 
 
 def build_learner(

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.dataset import Scanning
+from hvdtrain.data.formats.found import FINDERS
 from hvdtrain.runtime import log
 from hvdtrain.runtime.bars import bars
 from hvdtrain.runtime.watchdog import Watchdog
@@ -23,13 +23,13 @@ WORTH_A_LINE = 1.0
 def open_scanning(settings: Settings, comm: Communicator, watchdog: Watchdog | None) -> Scanning:
     """For datasets whose lengths are found by reading them: rank 0 shows a bar, and the watchdog gets beats."""
     beat = partial(_beat, watchdog)
-    folder = settings.data.lengths_dir
-    stored = None if folder is None else Path(folder).expanduser()
+    finder = FINDERS.last
+    folder = None if finder is None else finder.folder(settings)
     cores = this_process.cores()
     processes = cores if this_process.is_bound() else max(1, cores // comm.local_size)
     progress = partial(_progress, comm.rank == 0, beat)
     seed = settings.run.random_seed
-    return Scanning(stored, comm.rank, comm.size, progress, beat, lambda line: log.info(line), processes, cores, seed=seed)
+    return Scanning(folder, comm.rank, comm.size, progress, beat, lambda line: log.info(line), processes, cores, seed=seed)
 
 
 def _beat(watchdog: Watchdog | None) -> None:

@@ -1,72 +1,42 @@
-"""What the ranks agree on: the plan of an epoch, which for many sequences one rank of each host makes."""
+"""What the ranks agree on: the plan of an epoch, and who has a batch in a step."""
 
 from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 
 from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor, all_reduce, gather_together
+from hvdtrain.config.plugins import Registry
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.inputs import differences
 from hvdtrain.data.plan.order_keys import ORDER_VERSION, changed_since
-from hvdtrain.data.plan.shared import WORTHWHILE, Offer, differences, map_plan, offer_plan
 from hvdtrain.errors import CheckpointError, DataError, HvdtrainError
 
-Message = Offer | Literal["waits"] | int | None
-"""A rank's message to the others: where its plan is, that it waits for one, or the checksum of a plan that it made for itself;
-None: its order is another one."""
+Planner = Callable[[Communicator, Feed, int], tuple[Plan, Sequence[object]]]
+"""Collective. Makes the plan of an epoch; returns it, and by rank the checksum of its plan, or None where its order is another
+one. Raises: DataError, on all ranks alike."""
+
+PLANNERS: Registry[Planner] = Registry("planners")
+"""Those of plug-ins; the last one is used."""
 
 
 def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
-    """Collective. The plan of an epoch, as `Feed.plan`; a plan of many sequences is made by only one rank of a host.
-
-    The other ranks map it into their memory if their lengths and keys have the same checksum. If that fails, or there was no
-    memory to share, they make it themselves.
+    """Collective. The plan of an epoch, as `Feed.plan`.
 
     Raises:
         ConfigError: the ranks make different plans, because of keys or lengths that the error names; on all ranks alike.
         DataError: on all ranks alike.
     """
-    is_shared = feed.only is None and feed.distribution == "shard"
-    with ExitStack() as shared:
-        inputs: int | None = None  # the checksum, where the plan is shared
-        plan: Plan | None = None
-
-        def plan_or_offer() -> Message:
-            nonlocal inputs, plan
-            if is_shared and min(comm.size, comm.local_size) > 1 and (arguments := feed.inputs(epoch)).size >= WORTHWHILE:
-                inputs = arguments.checksum()
-                if comm.local_rank != 0:
-                    return "waits"
-                plan = arguments.plan()
-                offer = shared.enter_context(offer_plan(plan, inputs))
-                plan = plan if offer is None else map_plan(offer) or plan
-                return offer or plan.fingerprint
-            plan = feed.plan(epoch)
-            return plan.fingerprint if is_shared and comm.size > 1 else None
-
-        messages = gather_together(comm, plan_or_offer, name=f"plan_{feed.name}")
-
-        def map_or_plan() -> int:
-            nonlocal plan
-            offers = [message for message in messages if isinstance(message, Offer) and message.inputs == inputs]
-            mapped = (map_plan(offer) for offer in offers if plan is None)
-            plan = plan or next(filter(None, mapped), None) or feed.plan(epoch)
-            return plan.fingerprint
-
-        checksums: Sequence[object] = [message.plan if isinstance(message, Offer) else message for message in messages]
-        if "waits" in messages:
-            checksums = gather_together(comm, map_or_plan, name=f"map_plan_{feed.name}")
-    if plan is None:
-        raise RuntimeError(f"{feed.name}: expected a plan, got none")
+    planner = PLANNERS.last or plan_on_each
+    plan, checksums = planner(comm, feed, epoch)
     if others := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
         check_alike(comm, "plan", feed.plan_inputs(epoch), of=f"{feed.name}: ")
         raise DataError(
@@ -74,6 +44,19 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
             "(are the files the same on all hosts?)"
         ).on_all_ranks()
     return plan
+
+
+def plan_on_each(comm: Communicator, feed: Feed, epoch: int) -> tuple[Plan, Sequence[object]]:
+    """As of a `Planner`: each rank makes the whole plan."""
+    plans: list[Plan] = []
+
+    def make() -> int | None:
+        plans.append(feed.plan(epoch))
+        is_same = feed.only is None and feed.distribution == "shard" and comm.size > 1
+        return plans[0].fingerprint if is_same else None
+
+    checksums = gather_together(comm, make, name=f"plan_{feed.name}")
+    return plans[0], checksums
 
 
 def completed_share(

@@ -8,15 +8,14 @@ from typing import Any
 
 from hvdtrain.checkpoint.keys import SavingKeys
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys
+from hvdtrain.config.absent import absent
 from hvdtrain.config.check import unsupported_keys
 from hvdtrain.config.convert import signature_error
-from hvdtrain.config.keys import Sections, declared_keys
+from hvdtrain.config.keys import Section, Sections, declared_keys
 from hvdtrain.config.source import Source
-from hvdtrain.data.copies import CopyKeys
 from hvdtrain.data.keys import DataKeys, DatasetSpec
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.data.plan.order_keys import OrderKeys, is_random
-from hvdtrain.data.remote import is_remote, url_problems, without_query
+from hvdtrain.data.remote import COPIERS, is_remote
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.compression import COMPRESSIONS
 from hvdtrain.learner.frameworks import FRAMEWORKS, Feature, backends_with
@@ -31,15 +30,11 @@ def resolve(
     built: Mapping[type, Any], torch_distributed: TorchDistributedKeys | None
 ) -> tuple[dict[type, Any], TorchDistributedKeys | None]:
     """The sections, with the values that follow from other sections filled in."""
-    result = dict(built)
+    sections = Sections(built)
+    result = {kind: section.resolved(sections) if isinstance(section, Section) else section for kind, section in built.items()}
     started, learner = built[LaunchKeys], built[LearnerKeys]
     if started is not None and learner is not None and started.ngpu == 0 and learner.device is None:
         result[LearnerKeys] = replace(learner, device="cpu")
-    chunks, run = built[ChunkKeys], built[RunKeys]
-    if chunks is not None and run is not None:
-        drops = "short chunks dropped" in FRAMEWORKS[run.backend].features
-        drops = drops and bool(chunks.min_chunk_size)  # without a minimum, both rules are the same
-        result[ChunkKeys] = replace(chunks, chunking_tail=chunks.chunking_tail or ("drop_short" if drops else "keep"))
     if torch_distributed is None:
         return result, None
     rank = started.dist_rank if torch_distributed.rank is None else torch_distributed.rank
@@ -102,21 +97,14 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
 
 
 def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[Problem]:
-    """Problems with what reading remote data files needs: packages, and a folder for local copies."""
-    urls: dict[str, list[str]] = {}
-    for part in [part for spec in specs for part in spec.all()]:
-        if remote := list(filter(is_remote, part.files)):
-            urls[part.name] = remote
-    problems = [problem for name, some in urls.items() for problem in url_problems(name, some)]
-    copies = sections.get(CopyKeys)
-    if urls and copies is not None and copies.cache_dir is None:
-        name, some = next(iter(urls.items()))
-        problems += problem(
-            "missing",
-            f"cache_dir: expected a folder on a local disk for copies of the remote files of {name}, such as "
-            f"{without_query(some[0])}, got None",
-        )
-    return problems
+    """Problems with what reading remote data files needs."""
+    parts = [part for spec in specs for part in spec.all()]
+    urls = {part.name: remote for part in parts if (remote := list(filter(is_remote, part.files)))}
+    if not urls:
+        return []
+    if (copier := COPIERS.last) is not None:
+        return copier.problems(sections, urls)
+    return problem("missing-package", f"{next(iter(urls))}: expected paths on a disk, got a URL{absent('cache_dir')}")
 
 
 def _impossible_measures(sections: Sections, source: Source, specs: tuple[DatasetSpec, ...]) -> list[Problem]:

@@ -12,8 +12,8 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan import order, order_keys
 from hvdtrain.data.plan.batch_keys import BatchKeys
+from hvdtrain.data.plan.inputs import differences
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.plan.shared import differences
 from hvdtrain.errors import CheckpointError
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
@@ -47,7 +47,7 @@ def written_by_version_1(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: i
     path = folder / "config.py"
     path.write_text(CONFIG.replace("MODEL", repr(str(folder / "model"))))
     with monkeypatch.context() as patch:
-        patch.setattr(order, "_laplace", laplace_of_version_1)
+        patch.setattr(order, "laplace", laplace_of_version_1)
         with pytest.raises(EOFError):
             train(read_settings([path], {"fails": str(fails), "train.seq_ordering": ordering}))
     for file in folder.glob("model*.pt"):

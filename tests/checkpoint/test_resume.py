@@ -9,7 +9,7 @@ from launching import TOY, hvdtrain
 from trainings import Run, Trained, assert_same, saved_model, trains
 
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 ONE = Run("torch", "horovod", 1)
 """Two ranks: tests/ranks/test_contract.py."""

@@ -13,9 +13,9 @@ from launching import hvdtrain, refused
 
 from hvdtrain.config.keys import Key
 from hvdtrain.data.plan.bounds import group_by_cost
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.chunks.fixed import make_chunks
+from hvdtrain.plugins.chunks.keys import ChunkKeys
 from hvdtrain.settings import all_keys, read_settings
 
 CONFIG = """

@@ -15,11 +15,11 @@ from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Batch
 from hvdtrain.errors import BrokenSequence, DataError
+from hvdtrain.plugins.chunks.fixed import make_chunks
+from hvdtrain.plugins.chunks.keys import ChunkKeys
 from hvdtrain.training.account import Account
 
 

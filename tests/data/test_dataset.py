@@ -68,6 +68,6 @@ def test_what_is_no_dataset_is_none() -> None:
 
 def test_nothing_else_asks_an_object_what_it_has() -> None:
     places = [path for path in (ROOT / "hvdtrain" / "data").rglob("*.py") if "hasattr(" in path.read_text(encoding="utf-8")]
-    wraps = {"foreign.py", "keys.py", "loader.py"}  # a user's objects
-    of_packages = {"fingerprint.py", "item_form.py", "order_keys.py", "tables.py"}  # values and libraries
+    wraps = {"foreign.py", "keys.py", "sources.py"}  # a user's objects
+    of_packages = {"item_form.py", "order_keys.py"}  # values and libraries
     assert {path.name for path in places} - of_packages == wraps

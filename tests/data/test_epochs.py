@@ -12,13 +12,13 @@ from trainings import Run, Trained, trains
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.chunks.fixed import make_chunks
+from hvdtrain.plugins.chunks.keys import ChunkKeys
 from hvdtrain.plugins.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 SIZE = 23
 

@@ -12,6 +12,7 @@ from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.chunks.keys import ChunkKeys
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.settings import Settings, read_settings
 from hvdtrain.start_up.data import open_feeds
@@ -150,7 +151,7 @@ def test_problems_of_the_new_keys_are_reported_with_all_others(tmp_path: Path, c
 
 def test_keys_on_the_command_line(tmp_path: Path, corpus: Path) -> None:
     made = settings(tmp_path, corpus, "", chunking="50:25", batch_size="{'data': 4}", max_seqs="-1", shuffle_batches="true")
-    assert (made.chunks.chunking, made.batch.batch_size, made.batch.max_seqs) == ("50:25", {"data": 4}, -1)
+    assert (made.of(ChunkKeys).chunking, made.batch.batch_size, made.batch.max_seqs) == ("50:25", {"data": 4}, -1)
     assert made.batch.shuffle_batches is True
 
 

@@ -13,8 +13,8 @@ from launching import TOY, Finished, hvdtrain
 
 from hvdtrain.data.files import Unchanged
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 FRAMES = numpy.arange(40_000, dtype=numpy.float32).reshape(10_000, 4)
 

@@ -25,7 +25,6 @@ from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Batch, Stream
@@ -33,6 +32,7 @@ from hvdtrain.data.views import OneAtATime, View
 from hvdtrain.plugins.hdf_tools.dump import dump
 from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 datasets.disable_progress_bars()
 

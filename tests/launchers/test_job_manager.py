@@ -11,7 +11,7 @@ import pytest
 from launching import ROOT, Finished, clean_environment, finish, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.plugins.schedules.file import read_learning_rate_file
 
 RNN = ROOT / "tools" / "returnn_root"

@@ -12,8 +12,8 @@ import pytest
 from launching import ROOT, Finished, launch
 
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.plugins.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 CORPUS = """
 import os, sys, time

@@ -9,9 +9,8 @@ from typing import Self
 
 import numpy
 
-from hvdtrain.data.combine.union import UnionDataset, concatenate
+from hvdtrain.data.combine.joined import JoinedDataset, common_streams
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.handles import Handles, Opened
 from hvdtrain.data.padding import are_short, gather, gather_packed, span
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import DataError
@@ -29,69 +28,7 @@ class MappedFile(Dataset):
     starts: dict[str, Array]
 
 
-class ReopenedFile(Dataset):
-    """A file that is open only while something of it is read: there are more files than may be open.
-
-    Args:
-        open_file: opens it. Raises: DataError.
-        pool: of open files.
-    """
-
-    def __init__(self, path: str, open_file: Callable[[str], Dataset], pool: Handles) -> None:
-        self._path = path
-        self._open_file = open_file
-        self._pool = pool
-        file = open_file(path)
-        self.streams = file.streams
-        self.lengths = file.lengths
-        self._size = file.num_sequences
-        file.close()
-
-    def open(self) -> Opened:
-        """The file, opened again. Raises: DataError, if it is another one by now."""
-        with Opened() as stack:
-            file = stack.handle = self._open_file(self._path)
-            stack.callback(file.close)
-            for name, column in self.lengths.items():
-                if name not in file.streams or not numpy.array_equal(file.lengths[name], column):
-                    raise DataError(f"{self._path}: expected the same lengths as at the start, got different ones in {name!r}")
-            opened = stack.pop_all()
-            opened.handle = file
-            return opened
-
-    @property
-    def num_sequences(self) -> int:
-        return self._size
-
-    def _file(self) -> Dataset:
-        return self._pool.opened(self).handle  # type: ignore[no-any-return]  # what `open` put there
-
-    def sequence(self, index: int) -> dict[str, Array]:
-        return self._file().sequence(index)
-
-    def padded(self, indices: Array) -> dict[str, Padded]:
-        return self._file().padded(indices)
-
-    def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
-        return self._file().packed(indices, keys)
-
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return self._file().tags(indices)
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return self._file().tag_bytes(start, stop)
-
-    def how_read(self) -> str:
-        return f"up to {self._pool.most} files open at a time"
-
-    def close(self) -> None:
-        self._pool.close(self)
-
-    def release(self) -> None:
-        self.close()
-
-
-class FilesDataset(UnionDataset):
+class FilesDataset(JoinedDataset):
     """The sequences of files, one file after the other, with the data keys of the first one: the same in every epoch."""
 
     is_stochastic = False
@@ -131,6 +68,9 @@ class FilesDataset(UnionDataset):
         by_index = {index: self.sequence(index) for index in sorted(set(indices))}  # file by file, as few of them are open
         return [by_index[index] for index in indices]
 
+    def padded(self, indices: Array) -> dict[str, Padded]:
+        return self.packed(indices, ())
+
     def packed(self, indices: Array, keys: Collection[str]) -> dict[str, Padded]:
         """Short sequences that are memory-mapped are gathered at once."""
         lengths = {name: self.lengths[name][indices] for name in self._spans}
@@ -163,24 +103,24 @@ def _span(name: str, files: Sequence[MappedFile]) -> tuple[Array, Array, int] | 
     return frames, starts, step
 
 
-def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Dataset], pool: Handles | None = None) -> Dataset:
+def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Dataset]) -> Dataset:
     """Files as one dataset. Raises: DataError, if one is bad or does not match the first one.
 
     Args:
         where: the config key, for messages.
-        pool: the files that are open; None: all of them.
     """
     if not paths:
         raise DataError(f"{where}: expected at least one file, got none")
     known: dict[Stream, Stream] = {}  # the names of many classes are in memory once
     files = []
     for path in paths:
-        file = open_file(path) if pool is None else ReopenedFile(path, open_file, pool)
+        file = open_file(path)
         file.streams = {name: known.setdefault(stream, stream) for name, stream in file.streams.items()}
         files.append(file)
     if len(files) == 1:
         return files[0]
     names = [f"{path} (file {number})" for number, path in enumerate(paths)]
-    joined = concatenate(where, dict(zip(names, files, strict=True)), FilesDataset)
+    by_name = {name: file.streams for name, file in zip(names, files, strict=True)}
+    joined = FilesDataset(files, common_streams(where, by_name))
     joined.keep_once()
     return joined

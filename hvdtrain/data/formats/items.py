@@ -11,8 +11,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning, as_lengths, read_item
-from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.found import find_lengths, measure_broken
+from hvdtrain.data.formats.found import find_lengths, fingerprint_of, measure_broken
 from hvdtrain.data.formats.item_form import ARE_BATCHES, ItemForm
 from hvdtrain.data.held_generators import Generators
 from hvdtrain.data.indexed import IndexedDataset, rows_to_use

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal, get_args
+from typing import Any
 
 import h5py
 
 from hvdtrain.errors import DataError
-
-Compression = Literal["gzip", "lzf", "zstd", "lz4", "blosc2"]
-
-NAMES: tuple[str, ...] = get_args(Compression)
 
 IN_PLUGIN = {
     307: "bzip2",
@@ -32,40 +28,6 @@ IN_PLUGIN = {
 FILTERS = {1: "gzip", 4: "szip", 32000: "lzf", **IN_PLUGIN}
 """HDF5's numbers of compression filters, without those that only rearrange or check bytes (shuffle, Fletcher)."""
 
-LEAST, MOST = 16 << 10, 256 << 10
-"""Limits of the bytes of a chunk. Finding a smaller one costs more than reading it; of a larger one, each sequence reads too
-much."""
-
-
-def options(compression: str) -> dict[str, Any]:
-    """The arguments of h5py's `create_dataset` for a compression.
-
-    Raises:
-        DataError: its name is unknown, or the package that it needs is not installed.
-    """
-    if compression in ("gzip", "lzf"):
-        return {"compression": compression}
-    if compression not in NAMES:
-        raise DataError(f"compression: expected one of {', '.join(NAMES)}, got {compression!r}")
-    plugin = _plugin()
-    if plugin is None:
-        raise DataError(f"compression: expected the package hdf5plugin for {compression}, got none (pip install hdf5plugin)")
-    if compression == "zstd":
-        return dict(plugin.Zstd(clevel=3))
-    if compression == "lz4":
-        return dict(plugin.LZ4())
-    return dict(plugin.Blosc2(cname="zstd", clevel=5, filters=plugin.Blosc2.SHUFFLE))
-
-
-def chunk_length(total: int, num_sequences: int, frame_bytes: int) -> int:
-    """The number of frames of a chunk: about one sequence, within `LEAST` and `MOST`.
-
-    >>> chunk_length(800_000, 1000, 160), chunk_length(8_000_000, 1_000_000, 4), chunk_length(5, 1, 1 << 20)
-    (800, 4096, 1)
-    """
-    mean = round(total / num_sequences)
-    return max(1, min(total, max(LEAST // frame_bytes, min(mean, MOST // frame_bytes))))
-
 
 def filters_of(dataset: h5py.Dataset) -> list[tuple[int, str]]:
     """The numbers and names of a dataset's filters, in order."""
@@ -83,7 +45,7 @@ def load_filters(path: object, dataset: h5py.Dataset) -> None:
     if dataset.chunks is None:
         return
     for number, name in filters_of(dataset):
-        if h5py.h5z.filter_avail(number) or (_plugin() is not None and h5py.h5z.filter_avail(number)):
+        if h5py.h5z.filter_avail(number) or (hdf5plugin() is not None and h5py.h5z.filter_avail(number)):
             continue
         raise DataError(
             f"{path}: expected a compression that can be read in {dataset.name}, got {name} ({number}) ({_provider(number)})"
@@ -94,7 +56,9 @@ def _provider(number: int) -> str:
     """How to get a filter that is missing."""
     if number in IN_PLUGIN:
         return (
-            "pip install hdf5plugin" if _plugin() is None else "pip install --upgrade hdf5plugin: this version does not have it"
+            "pip install hdf5plugin"
+            if hdf5plugin() is None
+            else "pip install --upgrade hdf5plugin: this version does not have it"
         )
     if number in FILTERS:
         return "the HDF5 library of this h5py was built without it; pip install --force-reinstall h5py installs one with it"
@@ -104,7 +68,7 @@ def _provider(number: int) -> str:
     )
 
 
-def _plugin() -> Any:
+def hdf5plugin() -> Any:
     """The package hdf5plugin, or None if it is not installed. Importing it registers its filters with h5py."""
     try:
         return importlib.import_module("hdf5plugin")

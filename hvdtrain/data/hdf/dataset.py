@@ -17,7 +17,6 @@ import h5py
 import numpy
 
 from hvdtrain.data.combine.files import MappedFile, open_files
-from hvdtrain.data.combine.keys import FilesDatasetKeys
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import FileStamp, check_same, file_stamp
 from hvdtrain.data.handles import Handles, Opened
@@ -223,10 +222,3 @@ def open_hdf(paths: Sequence[str | os.PathLike[str]], external: External = "refu
 def open_hdf_dataset(where: str, keys: HDFDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open the HDF files of a dataset dict. Raises: DataError."""
     return open_hdf(keys.data_files(), "follow" if keys.allow_external else "refuse")
-
-
-def open_files_dataset(where: str, keys: FilesDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
-    """Open files as one dataset. Raises: DataError, if one is bad or does not match the first one."""
-    handles = Handles()
-    pool = Handles(keys.max_open_files)
-    return open_files(where, keys.data_files(), lambda path: HDFFile(Path(path), handles=handles), pool)

@@ -2,7 +2,7 @@
 
 The plan follows from the lengths, without reading data, so that every rank can make the whole of it and take its share: it knows
 in advance how many steps there are and what every rank does in each of them. The ranks exchange only a checksum of the inputs
-(`training/agreement.py`, where one rank of a host makes a large plan for all), and only limits of the config leave out sequences.
+(`training/agreement.py`), and only limits of the config leave out sequences.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import numpy
 
 from hvdtrain.data.plan.batch_keys import NO_LIMIT, BatchKeys
 from hvdtrain.data.plan.bounds import SEQUENCES_AT_ONCE, blocks_of, bounds, group_by_cost, random_order, rearrange
-from hvdtrain.data.plan.chunks import Chunks, select_by_length
+from hvdtrain.data.plan.chunks import Chunks
 from hvdtrain.data.plan.costs import count_in_cost, sorting_lengths
 from hvdtrain.data.plan.frames import cut_frames, frames_of
 from hvdtrain.data.plan.mix import Mix
-from hvdtrain.data.plan.order import order, order_in_windows, order_mixed
+from hvdtrain.data.plan.order import order, order_in_windows
 from hvdtrain.data.plan.order_keys import GivenOrder, OrderKeys, method_of, part_of, seed_of
+from hvdtrain.data.plan.selection import select_by_length
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -214,7 +215,7 @@ def plan(
         if mix is not None:
             in_use = numpy.arange(len(sort_by)) if subset is None else subset
             in_use = select_by_length(order_lengths, in_use, batch_keys.min_seq_length, batch_keys.max_seq_length)
-            ordered = order_mixed(sort_by, order_keys, epoch, mix, in_use)
+            ordered = mix.order(sort_by, order_keys, epoch, in_use)
         elif window is None:
             ordered = order(sort_by, order_keys, epoch, subset, file_bounds)
         else:

@@ -1,159 +1,43 @@
-"""The sequences of an epoch that mixes several datasets: how many of each, which ones, and at which place.
-
-The sequences of a part form an endless stream: one pass through the part after the other, each in a new order. An epoch takes
-the next piece of every stream, so that nothing is used twice before everything was used once. The pieces are then merged such
-that, from the beginning to the end of the epoch, every part has the same share of what was done.
-
-All of it is arithmetic on the lengths, the keys and the number of the epoch, so that every rank knows the whole epoch, and a
-training can resume anywhere.
-"""
+"""What the plan needs to know of a dataset of which an epoch mixes the parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Literal
+from typing import Protocol
 
-import numpy
-
+from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Array
-from hvdtrain.errors import DataError
-
-Stop = Literal["first", "all"] | int
 
 
-@dataclass(frozen=True)
-class Mix:
-    """The parts of a dataset, and how an epoch mixes them.
+class Mix(Protocol):
+    """The parts of a dataset, and how an epoch mixes them: a function of the lengths, the keys and the number of the epoch."""
 
-    Attributes:
-        where: the config key of the dataset, for messages.
-        bounds: by name of a part, the index of its first sequence, and that after its last one.
-        weights: by name of a part, its share of an epoch, in any unit; None: its size.
-        temperature: weights are raised to the power of 1 / temperature.
-        by: what the weights are shares of.
-        stop: the epoch ends when the first part was used once, when all parts were, or after this many sequences or frames.
-    """
-
-    where: str
-    bounds: Mapping[str, tuple[int, int]]
-    weights: Mapping[str, float] | None = None
-    temperature: float = 1.0
-    by: Literal["sequences", "frames"] = "sequences"
-    stop: Stop = "all"
+    @property
+    def where(self) -> str:
+        """The config key of the dataset, for messages."""
+        ...
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.bounds)
+        """Of the parts."""
+        ...
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether the lengths say which sequences an epoch has, so that they must be the same in every epoch."""
+        ...
 
     def parts_of(self, indices: Array) -> Array:
         """The number of the part of every sequence; int64 of the shape of `indices`."""
-        return numpy.searchsorted([end for _, end in self.bounds.values()], indices, side="right")
+        ...
 
     def text(self) -> str:
         """What determines the epochs, on one line."""
-        weights = "by size" if self.weights is None else dict(self.weights)
-        return f"{weights}, temperature {self.temperature:g}, by {self.by}, stop {self.stop!r}, parts {dict(self.bounds)}"
+        ...
 
+    def order(self, lengths: Array, keys: OrderKeys, epoch: int, subset: Array) -> Array:
+        """The indices of the sequences of an epoch, of those in `subset`, in order; int64. Raises: DataError."""
+        ...
 
-@dataclass(frozen=True)
-class MixedPart:
-    """What an epoch takes of a part.
-
-    Attributes:
-        members: the indices of its sequences in use; int64.
-        costs: of each, 1 or its number of frames; int64.
-        quota: the costs that an epoch takes. Every epoch takes the same, up to half a sequence.
-    """
-
-    name: str
-    members: Array
-    costs: Array
-    quota: int
-
-    @property
-    def passes(self) -> float:
-        """How often an epoch goes through it."""
-        return self.quota / int(self.costs.sum())
-
-
-def mixed_parts(mix: Mix, lengths: Array, subset: Array | None) -> list[MixedPart]:
-    """What an epoch takes of every part.
-
-    Args:
-        lengths: number of frames of every sequence.
-        subset: indices of the sequences in use, ascending; None: all of them.
-
-    Raises:
-        DataError: no sequence of a part is in use, or an epoch has none.
-    """
-    members, costs = [], []
-    for name, (first, end) in mix.bounds.items():
-        within = numpy.arange(first, end) if subset is None else subset[(subset >= first) & (subset < end)]
-        if not len(within):
-            raise DataError(f"{mix.where}.datasets.{name}: expected at least one sequence to mix, got none in use")
-        members.append(within.astype(numpy.int64, copy=False))
-        frames = numpy.maximum(lengths[within], 1).astype(numpy.int64)  # one without frames takes a place, too
-        costs.append(frames if mix.by == "frames" else numpy.ones(len(within), dtype=numpy.int64))
-    quotas = _quotas(mix, [int(column.sum()) for column in costs])
-    return [MixedPart(*fields) for fields in zip(mix.bounds, members, costs, quotas, strict=True)]
-
-
-def _quotas(mix: Mix, sizes: list[int]) -> list[int]:
-    """How many sequences, or frames, an epoch takes of every part. Raises: DataError, if it takes none of one."""
-    weights = sizes if mix.weights is None else [mix.weights[name] for name in mix.bounds]
-    # Exact fractions: a share of 0.7 of 1000 must not become 699.
-    shares = [Fraction(str(weight)) if mix.temperature == 1 else Fraction(weight ** (1 / mix.temperature)) for weight in weights]
-    if isinstance(mix.stop, int):
-        quotas = apportion(shares, mix.stop)
-    else:
-        select, bound = (min, min) if mix.stop == "first" else (max, max)
-        whole = select(Fraction(size) / share for size, share in zip(sizes, shares, strict=True))
-        # The part that ends the epoch is used exactly once; rounding must not take more or less of another one than there is.
-        quotas = [
-            bound(round(whole * share), size) if whole * share != size else size
-            for size, share in zip(sizes, shares, strict=True)
-        ]
-    for name, quota in zip(mix.bounds, quotas, strict=True):
-        if quota < 1:
-            raise DataError(
-                f"{mix.where}.weights: expected at least one of every dataset in an epoch, got none of {name} in {sum(quotas)} "
-                f"{mix.by}"
-            )
-    return quotas
-
-
-def apportion(shares: list[Fraction], total: int) -> list[int]:
-    """Integers in proportion to the shares with this sum: rounded down, then one more for the largest remainders.
-
-    >>> apportion([Fraction("0.7"), Fraction("0.3")], 1001)
-    [701, 300]
-    """
-    exact = [share * total / sum(shares) for share in shares]
-    counts = [int(number) for number in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
-    for place in by_remainder[: total - sum(counts)]:
-        counts[place] += 1
-    return counts
-
-
-Passes = Callable[[int, int, range], Array]
-"""Given the number of a part, its number of sequences and the numbers of passes: their orders, of shape (passes, sequences)."""
-
-
-def mix_epoch(parts: list[MixedPart], full_epoch: int, passes: Passes) -> Array:
-    """The indices of the sequences of a full epoch (counted from 1), in an even mix; int64."""
-    drawn, places = [], []
-    for number, part in enumerate(parts):
-        begin, end = (full_epoch - 1) * part.quota, full_epoch * part.quota
-        size = int(part.costs.sum())
-        some = range(begin // size, (end - 1) // size + 1)
-        order = passes(number, len(part.members), some).reshape(-1)
-        costs = part.costs[order]
-        # The middle of a sequence decides on the epoch that it belongs to, and on its place there; twice of it is an integer.
-        middles = 2 * (some.start * size + numpy.cumsum(costs)) - costs
-        here = (middles >= 2 * begin) & (middles < 2 * end)
-        drawn.append(part.members[order[here]])
-        places.append((middles[here] - 2 * begin) / (2 * part.quota))
-    return numpy.concatenate(drawn)[numpy.argsort(numpy.concatenate(places), kind="stable")]
+    def shares(self, lengths: Array, subset: Array) -> str:
+        """What a full epoch takes of every part, for the log. Raises: DataError, if it cannot be mixed."""
+        ...

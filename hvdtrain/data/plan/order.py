@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy
 
-from hvdtrain.data.plan.mix import Mix, mix_epoch, mixed_parts
-from hvdtrain.data.plan.order_keys import GivenOrder, Method, OrderKeys, full_epoch, method_of, part_of, seed_of
+from hvdtrain.data.plan.order_keys import GivenOrder, Method, OrderKeys, method_of, part_of, seed_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 
@@ -21,23 +20,6 @@ BLOCKS_TOGETHER = 16
 
 WINDOW_STEP = 7919
 """The distance between the seeds of neighbouring windows."""
-
-MIXED = (
-    "random",
-    "default",
-    "reverse",
-    "laplace",
-    "random_blocks",
-    "sorted",
-    "sorted_reverse",
-    "sort_bin_shuffle",
-    "sort_bin_shuffle_x2",
-)
-"""The methods that can order an epoch that mixes datasets."""
-
-PASSES_TOGETHER = 4096
-"""Passes through a small part of a mix are drawn together, as far as they have this many sequences: a generator for each would
-take longer than all else."""
 
 
 def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = None, file_bounds: Array | None = None) -> Array:
@@ -65,9 +47,9 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
         which = numpy.searchsorted(bounds, numpy.arange(len(lengths)) if subset is None else subset, side="right") - 1
         generator = numpy.random.RandomState([seed, keys.partition_epoch]) if method.is_random else None
         places = part_of_files(lengths, which, keys.partition_epoch, number, generator)
-        indices = places[_order_all(lengths[places], method, seed)]
+        indices = places[order_all(lengths[places], method, seed)]
     else:
-        indices = _partition(_order_all(lengths, method, seed), keys.partition_epoch, number)
+        indices = partition(order_all(lengths, method, seed), keys.partition_epoch, number)
     if subset is not None:
         indices = subset[indices].astype(numpy.int64, copy=False)
     if listed is not None:
@@ -82,50 +64,6 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
     return numpy.tile(indices, keys.repeat_epoch) if keys.repeat_epoch > 1 else indices
 
 
-def order_mixed(lengths: Array, keys: OrderKeys, epoch: int, mix: Mix, subset: Array | None = None) -> Array:
-    """The indices of the sequences of one epoch that mixes several parts: as `order`, at an even rate of every part.
-
-    Every part is ordered by itself. Methods that sort all sequences of an epoch by length mix the parts by length, and `laplace`
-    sorts within its bins only.
-    """
-    method = method_of(keys, epoch)
-    if method.name not in MIXED or keys.partition_by == "files":
-        got = method.name if method.name not in MIXED else "partition_by = 'files'"
-        raise DataError(f"{mix.where}.seq_ordering: expected one of {', '.join(MIXED)} for a MixingDataset, got {got}")
-
-    def passes(part: int, size: int, numbers: range) -> Array:
-        seed = [keys.random_seed_offset, part] if keys.fixed_random_seed is None else [keys.fixed_random_seed, part]
-        return _pass_orders(size, numbers, method, seed, keys.fixed_random_seed is not None)
-
-    mixed = mix_epoch(mixed_parts(mix, lengths, subset), full_epoch(keys, epoch), passes)
-    if method.name == "laplace":
-        mixed = mixed[_laplace(_for_sorting(lengths[mixed]), numpy.arange(len(mixed)), _num_bins(method, len(mixed)))]
-    elif method.name not in ("random", "random_blocks"):
-        mixed = mixed[_order_all(lengths[mixed], method, seed_of(keys, epoch))]
-    indices = _partition(mixed, keys.partition_epoch, part_of(keys, epoch))
-    return numpy.tile(indices, keys.repeat_epoch) if keys.repeat_epoch > 1 else indices
-
-
-def _pass_orders(size: int, numbers: range, method: Method, seed: list[int], is_fixed: bool) -> Array:
-    """The orders of some passes through a part of a mix, int64 of shape (passes, size).
-
-    Args:
-        is_fixed: whether all passes have the same order.
-    """
-    if not method.is_random:
-        return numpy.tile(numpy.arange(size), (len(numbers), 1))
-    drawn = numpy.array([0 if is_fixed else number // method.keep for number in numbers])
-    together = 1 if method.name == "random_blocks" else max(1, PASSES_TOGETHER // size)
-    orders = {}
-    for group in numpy.unique(drawn // together).tolist():
-        generator = numpy.random.RandomState([*seed, group])
-        if method.name == "random_blocks":
-            orders[group] = _random_blocks(size, generator, method.per_bin or 1)[None]
-        else:
-            orders[group] = numpy.argsort(generator.random_sample((together, size)), axis=1, kind="stable")
-    return numpy.stack([orders[number // together][number % together] for number in drawn.tolist()])
-
-
 def order_in_windows(lengths: Array, keys: OrderKeys, epoch: int, window: int) -> Array:
     """The indices of the sequences of an epoch, each within its window of neighbours in order: as `order`, window by window.
 
@@ -138,7 +76,8 @@ def order_in_windows(lengths: Array, keys: OrderKeys, epoch: int, window: int) -
     return numpy.concatenate(parts) if parts else numpy.zeros(0, dtype=numpy.int64)
 
 
-def _order_all(lengths: Array, method: Method, seed: int) -> Array:
+def order_all(lengths: Array, method: Method, seed: int) -> Array:
+    """The indices of all sequences in a method's order. Raises: DataError."""
     size = len(lengths)
     if isinstance(method, GivenOrder):
         if not numpy.array_equal(numpy.sort(method.indices), numpy.arange(size)):
@@ -154,9 +93,9 @@ def _order_all(lengths: Array, method: Method, seed: int) -> Array:
             f"seq_ordering: expected default_every_n:N with N up to {size}, the number of sequences, got "
             f"default_every_n:{method.bins}, which leaves none of them"
         )
-    lengths = _for_sorting(lengths)
+    lengths = for_sorting(lengths)
     generator = numpy.random.RandomState(seed)
-    bins = _num_bins(method, size)
+    bins = num_bins(method, size)
     simple: dict[str, Callable[[], Array]] = {
         "default": lambda: numpy.arange(size),
         "reverse": lambda: numpy.arange(size)[::-1].copy(),
@@ -165,15 +104,15 @@ def _order_all(lengths: Array, method: Method, seed: int) -> Array:
         "sorted_reverse": lambda: numpy.argsort(~lengths, kind="stable"),
         "random": lambda: generator.permutation(size),
         "random_sample": lambda: generator.randint(0, size, size=size),
-        "laplace": lambda: _laplace(lengths, generator.permutation(size), bins),
-        "random_blocks": lambda: _random_blocks(size, generator, method.per_bin or 1),
+        "laplace": lambda: laplace(lengths, generator.permutation(size), bins),
+        "random_blocks": lambda: random_blocks(size, generator, method.per_bin or 1),
         "sort_bin_shuffle": lambda: _sort_bin_shuffle(lengths, generator, bins, shuffle_within=False),
         "sort_bin_shuffle_x2": lambda: _sort_bin_shuffle(lengths, generator, bins, shuffle_within=True),
     }
     return simple[method.name]().astype(numpy.int64, copy=False)
 
 
-def _for_sorting(lengths: Array) -> Array:
+def for_sorting(lengths: Array) -> Array:
     """Lengths as integers that sort fast. `~lengths` sorts them the other way round.
 
     numpy sorts 16-bit integers by counting, in a fraction of the time that comparing takes.
@@ -192,11 +131,12 @@ def _bin_cuts(size: int, bins: int) -> list[int]:
     return [i * size // bins for i in range(bins + 1)]
 
 
-def _num_bins(method: Method, size: int) -> int:
+def num_bins(method: Method, size: int) -> int:
+    """The number of bins of so many sequences."""
     return method.bins or (max(size // method.per_bin, 2) if method.per_bin else 2)
 
 
-def _laplace(lengths: Array, indices: Array, bins: int) -> Array:
+def laplace(lengths: Array, indices: Array, bins: int) -> Array:
     """A random order in bins, sorted in ascending and descending order in turn: lengths do not jump between neighbours."""
     cuts = _bin_cuts(len(lengths), bins)
     for i in range(bins):
@@ -220,7 +160,7 @@ def _sort_bin_shuffle(lengths: Array, generator: numpy.random.RandomState, bins:
     return numpy.concatenate(parts)
 
 
-def _random_blocks(size: int, generator: numpy.random.RandomState, per_block: int) -> Array:
+def random_blocks(size: int, generator: numpy.random.RandomState, per_block: int) -> Array:
     """Blocks of neighbours in random order; then the sequences of every BLOCKS_TOGETHER blocks are shuffled."""
     starts = numpy.arange(0, size, per_block)[generator.permutation(-(-size // per_block))]
     counts = numpy.minimum(per_block, size - starts)
@@ -230,7 +170,7 @@ def _random_blocks(size: int, generator: numpy.random.RandomState, per_block: in
     return in_blocks[numpy.lexsort((generator.random_sample(size), buffers))]
 
 
-def _partition(indices: Array, count: int, which: int) -> Array:
+def partition(indices: Array, count: int, which: int) -> Array:
     """One of `count` contiguous parts; the first ones are longer by one if their number is not divisible."""
     if count > max(1, len(indices)):
         raise DataError(f"partition_epoch: expected at most {len(indices)}, the number of sequences, got {count}")

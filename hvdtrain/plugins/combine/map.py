@@ -13,15 +13,15 @@ from typing import Any, Self
 import numpy
 
 from hvdtrain.config.references import resolve
-from hvdtrain.data.combine.parts import refuse_selection
-from hvdtrain.data.combine.step_keys import check_steps
 from hvdtrain.data.combine.user_code import Mapped, UserDataset
 from hvdtrain.data.dataset import Dataset, Scanning, ended_iterator_error
 from hvdtrain.data.padding import holds
 from hvdtrain.data.randomness import EPOCH, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.combine.check_steps import check_steps
 from hvdtrain.plugins.combine.keys import MapDatasetKeys, OutputKeys
+from hvdtrain.plugins.combine.selection import refuse_selection
 from hvdtrain.plugins.combine.steps import Draw, Pipeline
 
 

@@ -10,12 +10,12 @@ from typing import Self
 
 import numpy
 
-from hvdtrain.data.combine.parts import refuse_selection
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.types import Array, Padded
 from hvdtrain.data.views import ChangedSequences
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.combine.keys import MetaDatasetKeys
+from hvdtrain.plugins.combine.selection import refuse_selection
 
 TAGS_AT_ONCE = 1 << 18
 """Tags read at once: some tens of megabytes."""

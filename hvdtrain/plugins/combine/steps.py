@@ -16,8 +16,7 @@ import numpy
 from hvdtrain.config.references import resolve
 from hvdtrain.data.combine.step_keys import StepKeys
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.found import find_lengths, measure_broken
+from hvdtrain.data.formats.found import find_lengths, fingerprint_of, measure_broken
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 

@@ -179,7 +179,7 @@ class ChangingEpochs:
         """Collective. Copy the files of a dataset to a local disk; what keeps the copies, and their places. Raises: DataError."""
         stack = ExitStack()
         remote_only = not self._copies_local
-        return stack, copy_data(settings, [spec], self._comm, self._watchdog, stack, remote_only=remote_only).places
+        return stack, copy_data(settings, [spec], self._comm, self._watchdog, stack, remote_only=remote_only)
 
     def _open(
         self, feed: Feed, value: Any, settings: Settings, spec: DatasetSpec, stack: ExitStack, copies: Mapping[str, str]

@@ -11,13 +11,14 @@ from hvdtrain.config.keys import (
     declared_keys,
 )
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.steps import AccumulationKeys
-from hvdtrain.settings import DATASETS, Settings, all_keys, check, with_datasets
+from hvdtrain.settings import DATASETS, OF_PLUGINS, Settings, all_keys, check, with_datasets
+
+CHANGING = [section for section in OF_PLUGINS.values() if section.varies]
 
 MAY_CHANGE = (
-    *(each.name for section in (BatchKeys, ChunkKeys, AccumulationKeys) for each in declared_keys(section)),
+    *(each.name for section in (BatchKeys, AccumulationKeys, *CHANGING) for each in declared_keys(section)),
     *("learning_rate", *DATASETS, "eval_datasets"),
 )
 """The keys that may have another value in an epoch."""
@@ -65,7 +66,7 @@ def settings_of_epoch(settings: Settings, keys: Mapping[str, Any], where: str) -
     return replace(
         settings,
         batch=checked.batch,
-        chunks=checked.chunks,
+        of_plugins=tuple(checked.of(type(section)) if section.varies else section for section in settings.of_plugins),
         accumulation=checked.accumulation,
         schedule=replace(settings.schedule, learning_rate=checked.schedule.learning_rate),
         data=checked.data,

@@ -3,5 +3,7 @@
 from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
-    tasks=dict.fromkeys(("forward", "search"), f"{__name__}.task:forward_all"), keys={"forward": f"{__name__}.keys:ForwardKeys"}
+    tasks=dict.fromkeys(("forward", "search"), f"{__name__}.task:forward_all"),
+    keys={"forward": f"{__name__}.keys:ForwardKeys"},
+    needs={"hdf_tools": "output_file"},
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
+from hvdtrain.config.absent import import_part
 from hvdtrain.config.references import as_function
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.naming import Naming
@@ -28,6 +29,9 @@ from hvdtrain.training.vote import TASK_INTERVAL, Requests, Vote
 
 SLICE = 1.0
 """Rank 0 passes on outputs for about this many seconds before it meets the waiting ranks, so that the watchdog sees progress."""
+
+WRITER = "hvdtrain.plugins.hdf_tools.writer"
+"""The module that writes HDF files."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,8 @@ def _check(keys: ForwardKeys, *, is_written: bool) -> None:
         )
     if keys.output_file is not None and Path(keys.output_file).exists():
         raise DataError(f"{keys.output_file}: expected a file that does not exist yet (output_file), got an existing one")
+    if keys.output_file is not None:
+        import_part(WRITER)  # what is missing is said before all is computed
 
 
 def _callback(keys: ForwardKeys) -> Any:
@@ -258,13 +264,11 @@ def _hand_on(
     output_writers: Sequence[OutputWriter],
 ) -> Generator[int, None, None]:
     """On rank 0: pass on all outputs in the dataset's order. Yields the number of sequences after each; then it finishes."""
-    from hvdtrain.data.hdf.writer import HDFWriter  # here, so that the keys above stay light to import
-
     with ExitStack() as stack:
         writer = None
         if output_file is not None:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)
-            writer = stack.enter_context(HDFWriter(Path(output_file)))
+            writer = stack.enter_context(import_part(WRITER).HDFWriter(Path(output_file)))
         for output_writer in output_writers:
             stack.enter_context(output_writer)
         for number, (tag, outputs, vectors) in enumerate(_read_spools(feed, spools), start=1):

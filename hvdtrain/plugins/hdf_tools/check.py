@@ -20,15 +20,15 @@ import numpy
 from hvdtrain.config.command_line import command_parser
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
+from hvdtrain.plugins.hdf_tools.compression import NAMES as COMPRESSIONS
 from hvdtrain.plugins.hdf_tools.content import check_values, slow_parts, spread, storage
 from hvdtrain.plugins.hdf_tools.dump import dump
 from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 EPILOG = """\
 exit status

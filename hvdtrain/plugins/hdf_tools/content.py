@@ -13,9 +13,9 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.compression import FILTERS, filters_of
-from hvdtrain.data.hdf.writer import UNKNOWN_DIM
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.hdf_tools.writer import UNKNOWN_DIM
 
 LARGE = 1 << 20
 """Bytes of a chunk. Reading a random sequence from a larger one reads much data that is not needed."""

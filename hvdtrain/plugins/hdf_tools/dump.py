@@ -15,17 +15,17 @@ from pathlib import Path
 
 import numpy
 
+from hvdtrain.config.absent import import_part
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
-from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.dataset import Item
-from hvdtrain.data.hdf.compression import NAMES as COMPRESSIONS
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
+from hvdtrain.plugins.hdf_tools.compression import NAMES as COMPRESSIONS
 from hvdtrain.plugins.hdf_tools.peers import Crashed, Peers, SinglePeer, open_peers, run_on_all
 from hvdtrain.plugins.hdf_tools.sources import NO_COPIES, Selection, Source, find_dataset, open_source, read_by_index
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.runtime.bars import bars, counted
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
@@ -130,9 +130,10 @@ def copy_remote(spec: DatasetSpec, folder: Path | None, peers: Peers, at_the_end
         return NO_COPIES
     if folder is None:
         raise ConfigError.of("missing", "--cache-dir: expected a folder on a local disk for copies of remote files, got none")
-    copies = CopyFolder(folder, None)
+    making = import_part("hvdtrain.plugins.copies.folder")
+    copies = making.CopyFolder(folder, None)
     at_the_end.callback(copies.close)
-    return run_on_all(peers, lambda: copy_files(copies, urls, lambda number: None).places)
+    return run_on_all(peers, lambda: making.copy_files(copies, urls, lambda number: None).places)
 
 
 def dump(

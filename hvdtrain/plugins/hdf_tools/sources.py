@@ -18,19 +18,20 @@ from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Item, SequenceSource
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.foreign import as_dataset, as_source, is_iterable, is_map_style, refuse_batches, takes_epoch
+from hvdtrain.data.foreign import as_dataset, is_iterable, is_map_style, refuse_batches, takes_epoch
 from hvdtrain.data.formats.item_form import ItemForm
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.formats.objects import Objects
-from hvdtrain.data.hdf.writer import UNKNOWN_DIM
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.kinds import iterable_source
 from hvdtrain.data.opening import OpeningContext, numbers_of_opening
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunks import find_listed
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
+from hvdtrain.data.plan.selection import find_listed
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, Problem
+from hvdtrain.plugins.hdf_tools.foreign import as_source
+from hvdtrain.plugins.hdf_tools.writer import UNKNOWN_DIM
 
 NO_COPIES: Mapping[str, str] = {}
 

@@ -8,5 +8,5 @@ PLUGIN = Plugin(
     templates={
         "lightning": ("a LightningModule, with its loaders and its optimizer", __name__, "pip install lightning torchmetrics")
     },
-    needs={"other_trainer": "models"},
+    needs={"other_trainer": "models", "loaders": "DataLoaders"},
 )

@@ -7,10 +7,10 @@ from functools import cached_property
 from typing import Any
 
 import hvdtrain
-from hvdtrain.data.formats.loader import is_loader, read_loader
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.lightning.arguments import Extent
 from hvdtrain.plugins.lightning.given import Given
+from hvdtrain.plugins.loaders.loader import is_loader, read_loader
 
 
 class Loaders:

@@ -26,7 +26,7 @@ STARTED_BY = {"slurm": "srun", "mpi": "mpirun"}
 FORKED_PROGRAM = ("-m", "hvdtrain.plugins.local_ranks")
 """As `PROGRAM`, for ranks that may be forked."""
 
-IMPORTS = ("hvdtrain.run", "hvdtrain.tasks.tasks", "hvdtrain.data.hdf.dataset", "hvdtrain.data.combine.union")
+IMPORTS = ("hvdtrain.run", "hvdtrain.tasks.tasks", "hvdtrain.data.hdf.dataset")
 """What ranks import besides their framework, if they are forked."""
 
 

@@ -2,4 +2,8 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(storages={"fsspec": f"{__name__}.files:FSSPEC"}, mirrors={"fsspec": f"{__name__}.mirror:Mirror"})
+PLUGIN = Plugin(
+    storages={"fsspec": f"{__name__}.files:FSSPEC"},
+    mirrors={"fsspec": f"{__name__}.mirror:Mirror"},
+    needs={"copies": "data files at URLs"},
+)

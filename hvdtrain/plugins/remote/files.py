@@ -1,6 +1,6 @@
 """Files on object storage and web servers, through fsspec.
 
-A remote file is only ever read to make a local copy of it (`data/copies.py`, `mirror.py`). It is fetched in blocks. Each
+A remote file is only ever read to make a local copy of it (the plug-in copies, `mirror.py`). It is fetched in blocks. Each
 block is complete or an error: what a server sends for it is compared with the requested size, as a cut connection may look like
 the end of a file. A failed block is fetched again, alone, after a pause.
 """
@@ -133,7 +133,7 @@ class RemoteFile:
         return size, int.from_bytes(hashlib.sha256(known.encode()).digest()[:7], "big")
 
     def transfer(self, copy: int, size: int, version: int, progress: Progress) -> None:
-        """Copy all bytes and flush them to the disk, as `files.transfer` does for a local file.
+        """Copy all bytes and flush them to the disk, as `LocalFile.transfer` does.
 
         Raises:
             DataError: the file cannot be read, or changed while it was copied.

@@ -9,6 +9,7 @@ from hvdtrain.config.plugins import Plugin
 
 PLUGIN = Plugin(
     backends={"tensorflow-net-dict": f"{__name__}.backend:NETWORKS"},
+    adapters={"RETURNN": f"{__name__}.dataset_dicts:DICTS"},
     datasets={"NextGenHDFDataset": f"{__name__}.keys:NextGenHDFDatasetKeys"},
     sources={"ReturnnDataset": f"{__name__}.dataset:ReturnnDataset"},
     checkpoint_hooks={"best_start": f"{__name__}.best_start:best_start_of"},

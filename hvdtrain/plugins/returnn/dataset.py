@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource
-from hvdtrain.data.fingerprint import fingerprint_of
+from hvdtrain.data.formats.found import fingerprint_of
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.returnn.reading import INSTALL, OpenedDataset, Reading, is_installed
 from hvdtrain.plugins.streams.streamed import open_streamed

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.combine.workers import ThreadErrors, ThreadFailed
 from hvdtrain.data.dataset import Item
-from hvdtrain.data.kinds import inner_of_multi_proc
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError, raised_text
+from hvdtrain.plugins.returnn.dataset_dicts import inner_of_multi_proc
+from hvdtrain.plugins.returnn.thread_errors import ThreadErrors, ThreadFailed
 from hvdtrain.plugins.streams.reading import END, Question, StreamReading
 
 INSTALL = "(pip install returnn dm-tree rapidfuzz soundfile)"

@@ -10,5 +10,5 @@ PLUGIN = Plugin(
     steps={
         name: f"{__name__}.step_keys:{name}Keys" for name in ("LogMel", "SpecAugment", "SpeedPerturbation", "AddNoise", "Tokens")
     },
-    needs={"combine": "the steps of a MapDataset"},
+    needs={"combine": "the steps of a MapDataset", "lengths": "the index of cuts"},
 )

@@ -20,11 +20,11 @@ from typing import IO, Any
 import numpy
 
 from hvdtrain.data.dataset import Scanning
-from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.index import IndexFile, Kept
+from hvdtrain.data.formats.found import fingerprint_of
 from hvdtrain.data.indexed import UNREADABLE
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
+from hvdtrain.plugins.lengths.index import IndexFile, Kept
 
 Member = tuple[int, int, int, int, int]
 """The data of a cut in a tar file: offset and size of the data and of its description, and 1 if it is a .npy file."""

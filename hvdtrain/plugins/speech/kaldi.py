@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.fingerprint import fingerprint_of
-from hvdtrain.data.formats.found import find_lengths, measure_broken
+from hvdtrain.data.formats.found import find_lengths, fingerprint_of, measure_broken
 from hvdtrain.data.indexed import IndexedDataset, rows_to_use
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError

@@ -8,5 +8,5 @@ PLUGIN = Plugin(
     templates={
         "speechbrain": ("a Brain of SpeechBrain with its hyperparameters", __name__, "pip install speechbrain hyperpyyaml")
     },
-    needs={"other_trainer": "models"},
+    needs={"other_trainer": "models", "loaders": "samplers"},
 )

@@ -13,9 +13,9 @@ from speechbrain.dataio.batch import PaddedBatch
 from speechbrain.dataio.dataset import DynamicItemDataset
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.data.formats.loader import SamplerBatches
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
+from hvdtrain.plugins.loaders.loader import SamplerBatches
 from hvdtrain.plugins.other_trainer.trainer import overridden
 from hvdtrain.plugins.speechbrain.optimizers import Optimizers
 from hvdtrain.plugins.speechbrain.ranks import as_one_job

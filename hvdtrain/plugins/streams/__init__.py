@@ -5,4 +5,4 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(sources={"IterableDataset": f"{__name__}.iterable:IterableDataset"})
+PLUGIN = Plugin(sources={"IterableDataset": f"{__name__}.iterable:IterableDataset"}, needs={"lengths": "what an epoch has"})

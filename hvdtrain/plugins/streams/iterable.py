@@ -15,8 +15,8 @@ from typing import Any
 
 from hvdtrain.config.references import is_reference, resolve
 from hvdtrain.data.dataset import Dataset, Item, Scanning, SequenceSource, ended_iterator_error
-from hvdtrain.data.fingerprint import fingerprint_of
 from hvdtrain.data.foreign import is_iterable, refuse_batches, takes_epoch
+from hvdtrain.data.formats.found import fingerprint_of
 from hvdtrain.data.formats.item_form import ItemForm
 from hvdtrain.data.held_generators import Generators
 from hvdtrain.data.randomness import ITEM, mix_seed

@@ -18,11 +18,11 @@ import numpy
 from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.dataset import Dataset, Item, Scanning
 from hvdtrain.data.formats.items import batch_warnings
-from hvdtrain.data.index import HEAD_START, IndexFile, Kept
 from hvdtrain.data.indexed import IndexedDataset
 from hvdtrain.data.padding import holds
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.lengths.index import HEAD_START, IndexFile, Kept
 from hvdtrain.plugins.streams.reading import AGAIN, Question, ScannedSequences, StreamReading
 
 EVERYTHING = 1 << 62

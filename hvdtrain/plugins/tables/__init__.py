@@ -11,5 +11,5 @@ PLUGIN = Plugin(
         "FolderDataset": f"{__name__}.folder:FolderDataset",
         "HuggingFaceDataset": f"{__name__}.hugging_face:HuggingFaceDataset",
     },
-    needs={"speech": "sounds and files of labels"},
+    needs={"speech": "sounds and files of labels", "lengths": "what is known of the rows of archives"},
 )

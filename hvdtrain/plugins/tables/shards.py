@@ -11,11 +11,11 @@ from typing import overload
 import numpy
 
 from hvdtrain.data.dataset import Item, Scanning, SequenceSource
-from hvdtrain.data.fingerprint import fingerprint_of_file
 from hvdtrain.data.formats.items import ItemsDataset
 from hvdtrain.data.randomness import ITEM, own_numbers
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
+from hvdtrain.plugins.lengths.fingerprint import fingerprint_of_file
 from hvdtrain.plugins.speech.vocabulary import Units, read_vocabulary
 from hvdtrain.plugins.tables.conversions import TextClasses
 

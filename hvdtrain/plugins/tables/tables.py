@@ -22,7 +22,7 @@ import numpy
 from hvdtrain.config.missing import import_package
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.files import check_same, file_stamp, why_not_opened
-from hvdtrain.data.fingerprint import fingerprint_of
+from hvdtrain.data.formats.found import fingerprint_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.tables.conversions import Convert, sound

@@ -24,11 +24,11 @@ import numpy
 
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.files import why_not_opened
-from hvdtrain.data.fingerprint import fingerprint_of, fingerprint_of_file
 from hvdtrain.data.handles import Handles, Opened
-from hvdtrain.data.index import IndexFile, Kept
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.lengths.fingerprint import fingerprint_of, fingerprint_of_file
+from hvdtrain.plugins.lengths.index import IndexFile, Kept
 from hvdtrain.plugins.tables.conversions import Convert, sound
 from hvdtrain.plugins.tables.keys import TarDatasetKeys
 from hvdtrain.plugins.tables.shards import Shards, check_vocabulary, text_conversions

@@ -23,8 +23,8 @@ from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.views import OneAtATime
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds
 

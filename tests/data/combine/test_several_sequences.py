@@ -10,9 +10,9 @@ import pytest
 from opened_data import opened
 
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import ChunkedDataset, make_chunks
+from hvdtrain.plugins.chunks.fixed import ChunkedDataset, make_chunks
+from hvdtrain.plugins.chunks.keys import ChunkKeys
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 
 def with_pid(arrays: dict[str, Any]) -> dict[str, Any]:

@@ -18,18 +18,18 @@ from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.padding import pad
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import BrokenSequence, DataError
+from hvdtrain.plugins.chunks.fixed import make_chunks
+from hvdtrain.plugins.chunks.keys import ChunkKeys
 from hvdtrain.plugins.hdf_tools.dump import dump
 from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 
 def feed_of(dataset: Dataset, broken: int = 0, order: dict[str, Any] | None = None, **keys: Any) -> Feed:

@@ -18,12 +18,12 @@ from documented import blocks_of, section
 from hvdtrain.config.source import load
 from hvdtrain.data.broken import BrokenSequences
 from hvdtrain.data.config_datasets import parse
-from hvdtrain.data.dataset import Dataset, Scanning
-from hvdtrain.data.formats import found as counting
+from hvdtrain.data.dataset import Dataset, DatasetPart, Scanning
 from hvdtrain.data.formats import items as item_counting
 from hvdtrain.data.formats.items import ItemsDataset
-from hvdtrain.data.identity import DatasetPart, changes, identify
 from hvdtrain.errors import BrokenSequence, ConfigError, DataError
+from hvdtrain.plugins.lengths import find as counting
+from hvdtrain.plugins.same_data.identity import changes, identify
 
 
 def opened(value: Any, processes: int = 1) -> Dataset:
@@ -117,7 +117,7 @@ def test_lengths_are_counted_by_one_process_or_several(monkeypatch: pytest.Monke
     expected = [len(word) for word in words.words]
     alone = opened({"class": Words})
     monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
-    monkeypatch.setattr(counting, "ITEMS_AT_ONCE", 7)
+    monkeypatch.setattr(counting, "ROWS_AT_ONCE", 7)
     together = opened(words, processes=2)
     assert words.read < 20, "the others read the rest"
     for dataset in (alone, together):
@@ -142,7 +142,7 @@ class Slow(Words):
 def test_lengths_of_slow_items_are_counted_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one of several ranks; the others, and later runs, read some items to see that they are the same."""
     monkeypatch.setattr(counting, "SECONDS_ALONE", -1.0)
-    monkeypatch.setattr("hvdtrain.data.index.HEAD_START", 0.0)
+    monkeypatch.setattr("hvdtrain.plugins.lengths.index.HEAD_START", 0.0)
     words = Words().words
 
     def counted(words: list[Any], folder: Path | None = tmp_path) -> tuple[Dataset, int]:

@@ -5,10 +5,10 @@ import math
 import numpy
 import pytest
 
-from hvdtrain.data.combine.union import UnionDataset, concatenate
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.padding import REUSED, Memory, gather, gather_packed, pack, pad, span
+from hvdtrain.plugins.combine.union import concatenate
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 
 def gathered(array, starts, lengths):
@@ -115,7 +115,7 @@ def test_a_batch_of_one_file_of_several_and_of_many(tmp_path, copies, rows, is_m
     dataset = open_hdf([tmp_path / "a.hdf"] * copies)
     assert dataset.memory_mapped == {"data", "classes"}
     indices = generator.permutation(20 * copies)[:rows] if copies > 1 else generator.integers(0, 20, rows)
-    both = concatenate("train", {"one": dataset, "other": dataset}, UnionDataset)
+    both = concatenate("train", {"one": dataset, "other": dataset})
     for whole, wanted in ((dataset, indices), (both, numpy.append(indices, indices[:9] + 20 * copies))):
         batch = whole.padded(wanted)
         for key in whole.streams:

@@ -11,10 +11,10 @@ import pytest
 from hdf_files import BY_RETURNN, CLASSES, EXPECTED, FRAMES, Change, contents, data_error, laid_out, put, write
 
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.sources import check_dataset
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 
 def test_what_files_by_returnn_say_about_their_values() -> None:

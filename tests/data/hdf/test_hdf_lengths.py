@@ -6,8 +6,8 @@ import pytest
 
 from hvdtrain.data.hdf import layouts as hdf_layout
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 
 @pytest.fixture

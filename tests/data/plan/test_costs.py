@@ -9,8 +9,8 @@ import pytest
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.costs import costs_of
 from hvdtrain.data.plan.epoch import plan
+from hvdtrain.data.plan.inputs import PlanInputs
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.errors import DataError
 
 LENGTHS = {

@@ -29,8 +29,8 @@ from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Array, Batch, Stream
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.prove.compare import checksum
+from hvdtrain.plugins.shared_plans import planner
 from hvdtrain.settings import read_settings
-from hvdtrain.training import agreement
 from hvdtrain.training.account import usage_of_indices, usage_of_plan
 from hvdtrain.training.agreement import plan_together
 
@@ -206,7 +206,7 @@ def test_a_sequence_in_several_batches_in_a_row_is_read_once() -> None:
 
 
 def test_a_large_plan_is_made_once_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "WORTHWHILE", 1)
+    monkeypatch.setattr(planner, "WORTHWHILE", 1)
     found = on_ranks(3, lambda comm: plan_together(comm, feed(comm.rank, comm.size), 1))
     alone = feed().plan(1)
     for made in found:

@@ -13,13 +13,13 @@ from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order import order, part_of_files
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 SIZES = [3, 1, 4, 1, 5, 2, 6]
 

@@ -9,10 +9,10 @@ import pytest
 
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunks import find_listed, read_tags, select_by_length
 from hvdtrain.data.plan.epoch import Plan, plan
 from hvdtrain.data.plan.order import order
 from hvdtrain.data.plan.order_keys import OrderKeys
+from hvdtrain.data.plan.selection import find_listed, read_tags, select_by_length
 from hvdtrain.errors import DataError
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)

@@ -10,13 +10,13 @@ from opened_data import problems_of
 
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.combine import meta as meta_module
 from hvdtrain.plugins.combine.keys import MetaDatasetKeys
 from hvdtrain.plugins.combine.meta import MetaDataset, TagIndex, hashes, open_meta
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 
 class Tagged(Dataset):

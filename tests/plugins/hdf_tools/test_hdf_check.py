@@ -14,9 +14,9 @@ from hdf_files import BY_RETURNN
 from launching import ROOT
 
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.plugins.hdf_tools.check import check, main
 from hvdtrain.plugins.hdf_tools.dump import main as dump
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 LENGTHS = [300, 500, 0, 400]
 

@@ -13,10 +13,10 @@ from hvdtrain.cli import main as hvdtrain
 from hvdtrain.config.source import load
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.order import order
 from hvdtrain.plugins.hdf_tools.dump import main
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 SEQUENCES = 12
 

@@ -10,7 +10,7 @@ import pytest
 from launching import hvdtrain
 
 from hvdtrain.config.missing import import_failure
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.plugins.init.__main__ import TEMPLATES as OF_THE_CORE
 from hvdtrain.plugins.init.__main__ import main
 from hvdtrain.settings import read_settings

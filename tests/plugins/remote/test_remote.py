@@ -13,9 +13,9 @@ from launching import faults
 from object_store import BUCKET, ObjectStore, Request
 from opened_data import opened
 
-from hvdtrain.data.copies import CopyFolder, copy_files
 from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.copies.folder import CopyFolder, copy_files
 from hvdtrain.plugins.hdf_tools.dump import main as dump
 from hvdtrain.plugins.remote import files as remote
 from hvdtrain.plugins.remote.files import RemoteFile, package_problems

@@ -12,10 +12,10 @@ from returnn_epochs import Item, by_returnn
 
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.plugins.hdf_tools.dump import dump, main
 from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 
 def texts(values: Any) -> list[Any]:

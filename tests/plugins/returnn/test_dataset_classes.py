@@ -25,8 +25,8 @@ from returnn.datasets.lm import ConfusionNetworkDataset
 from returnn.sprint.cache import FileArchive
 from returnn_epochs import MAX_SEQS, assert_equal, epochs_by_returnn, hdf, opened, read
 
-from hvdtrain.data.kinds import BY_RETURNN
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.returnn.dataset_dicts import BY_RETURNN
 
 Maker = Callable[[Path], dict[str, Any]]
 first = itemgetter(0)

@@ -25,10 +25,11 @@ from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.kinds import BY_RETURNN, KINDS, SOURCES
+from hvdtrain.data.kinds import KINDS, SOURCES
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.plugins.returnn.dataset_dicts import BY_RETURNN
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds
 

@@ -10,10 +10,10 @@ from launching import ROOT, faults
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.keys import declared_keys
 from hvdtrain.data.config_datasets import parse
-from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.kinds import RETURNN_ENTRIES
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
+from hvdtrain.plugins.returnn.dataset_dicts import RETURNN_ENTRIES
 from hvdtrain.plugins.returnn.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
 from hvdtrain.plugins.returnn.networks import OF_THE_ENGINE
 from hvdtrain.run import train

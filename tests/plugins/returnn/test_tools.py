@@ -16,7 +16,7 @@ import torch
 from inside import run_inside
 from launching import ROOT, clean_environment, finish
 
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 TOOLS = ROOT / "tools" / "returnn_root" / "tools"
 

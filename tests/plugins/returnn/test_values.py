@@ -14,8 +14,9 @@ import torch
 from launching import ROOT, faults
 
 from hvdtrain.config.missing import import_failure
-from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.plugins.chunks.fixed import make_chunks
+from hvdtrain.plugins.chunks.keys import ChunkKeys
 from hvdtrain.plugins.cleanup.keys import OldModelsKeys
 from hvdtrain.plugins.forward.task import forward_all
 from hvdtrain.plugins.returnn.names import ALIASES, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
@@ -75,7 +76,7 @@ def test_the_names_are_those_of_the_installed_returnn() -> None:
 def test_chunks_and_packed_batches_are_those_of_the_engine_for_pytorch(tmp_path: Path) -> None:
     """In RETURNN 1.2026: torch/data/pipeline.py. Its engine for TensorFlow has another rule for the last chunk."""
     found = settings(tmp_path, "chunking = '5:5'\nmin_chunk_size = 3\npacked_batch_size_train = 7\n")
-    made = make_chunks({"data": numpy.array([13, 2])}, found.chunks)
+    made = make_chunks({"data": numpy.array([13, 2])}, found.of(ChunkKeys))
     assert made is not None
     assert made.lengths["data"].tolist() == [5, 5, 3]
     assert found.batch.training_keys().limits(1).packed_batch_size == 7
@@ -180,7 +181,7 @@ def test_keys_of_tensorflow_have_no_effect_with_pytorch(tmp_path: Path) -> None:
     made = settings(tmp_path, text)
     [note] = made.notes
     assert set(note.partition(": ")[2].split(", ")) == {"network", "optimizer_epsilon", "pretrain", "context_window"}
-    assert made.chunks.context_window is None
+    assert made.of(ChunkKeys).context_window is None
     own = text.replace("backend", "import sys\nbackend")
     (tmp_path / "own.py").write_text(CONFIG.replace("MODEL", "'m'").replace("import returnn.frontend as rf", "") + own)
     with pytest.raises(ConfigError) as caught:

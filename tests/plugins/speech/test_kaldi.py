@@ -251,7 +251,7 @@ def test_lengths_are_found_once_in_processes_and_kept(tmp_path: Path, monkeypatc
     def fail(*args: object) -> None:
         raise AssertionError("the lengths are kept")
 
-    monkeypatch.setattr("hvdtrain.data.formats.found._in_processes", fail)
+    monkeypatch.setattr("hvdtrain.plugins.lengths.find._in_processes", fail)
     second = opened(options, folder=tmp_path / "lengths", processes=2)
     numpy.testing.assert_array_equal(first.lengths["data"], second.lengths["data"])
     write_table(

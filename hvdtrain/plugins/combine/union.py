@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy
 
-from hvdtrain.data.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
-from hvdtrain.data.combine.parts import concatenate_tag_bytes, concatenate_tags, refuse_selection, split
+from hvdtrain.data.combine.joined import JoinedDataset, common_stream, common_streams, split
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.padding import are_short, merge_batches
-from hvdtrain.data.plan.mix import Mix
-from hvdtrain.data.types import Array, Padded, Stream
-from hvdtrain.data.views import OF_ANY, ChangedSequences
+from hvdtrain.data.padding import are_short, frame_places, holds
+from hvdtrain.data.types import Array, Packed, Padded, Stream, UnlikeError
+from hvdtrain.data.views import OF_ANY
 from hvdtrain.errors import DataError
-
-T = TypeVar("T", bound="UnionDataset")
+from hvdtrain.plugins.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
+from hvdtrain.plugins.combine.mix import WeightedMix
+from hvdtrain.plugins.combine.selection import refuse_selection
 
 SEQUENCES_PER_PART = 8
 """If a batch has fewer sequences per dataset than this, they are read one by one, which is then faster."""
 
 
-class UnionDataset(ChangedSequences):
+class UnionDataset(JoinedDataset):
     """The sequences of several datasets, one dataset after the other.
 
     Args:
@@ -45,25 +43,20 @@ class UnionDataset(ChangedSequences):
         streams: Mapping[str, Stream],
         sampling_sizes: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(datasets[0], datasets[1:])
         self._where = where
         self._sampling_sizes = sampling_sizes
         self._keys = keys
+        super().__init__(datasets, streams)
         self._empty = {name: numpy.zeros((0, *stream.shape), dtype=stream.dtype) for name, stream in streams.items()}
-        self.streams = streams
-        self.memory_mapped = frozenset(name for name in streams if self._is_memory_mapped(name))
         if sampling_sizes is not None:
             self.is_stochastic = True
         if any(dataset.collate != datasets[0].collate for dataset in datasets):
             raise DataError(f"{where}: expected datasets with one and the same collate, or none, got others inside")
         sizes = {dataset.max_seqs for dataset in datasets}
         self.max_seqs = sizes.pop() if len(sizes) == 1 else None  # where they differ, a key has to say it
-        self._join()
 
-    def _join(self) -> None:
-        self._first = numpy.cumsum([0] + [dataset.num_sequences for dataset in self._inside])
-        self._starts = self._first.tolist()
-        self.lengths = {name: numpy.concatenate(self._columns(name)) for name in self.streams}
+    def key_in(self, number: int, name: str) -> str | None:
+        return self._keys[number].get(name)
 
     def at_epoch(self, epoch: int) -> Self:
         changed = super().at_epoch(epoch)
@@ -75,14 +68,6 @@ class UnionDataset(ChangedSequences):
                 f"{numpy.diff(changed._first).tolist()} in epoch {epoch} and {numpy.diff(self._first).tolist()} at the start"
             )
         return changed
-
-    @property
-    def num_sequences(self) -> int:
-        return int(self._first[-1])
-
-    def file_bounds(self) -> Array:
-        begins = [dataset.file_bounds()[:-1] + first for dataset, first in zip(self._inside, self._first[:-1], strict=True)]
-        return numpy.concatenate([*begins, self._first[-1:]])
 
     def selected(self, full_epoch: int) -> Array | None:
         """What the datasets select. With `sampling_sizes`: the next sequences of each dataset, starting again from the beginning
@@ -141,31 +126,10 @@ class UnionDataset(ChangedSequences):
             parts.append((rows, {name: batch[source] for name, source in there.items() if source in batch}))
         return merge_batches(self.streams, lengths, keys, parts)
 
-    def tags(self, indices: Sequence[int]) -> list[str]:
-        return concatenate_tags(indices, self._first, lambda number, inside: self._inside[number].tags(inside.tolist()))
-
-    def tag_bytes(self, start: int, stop: int) -> Array:
-        return concatenate_tag_bytes(start, stop, self._first, lambda number, *inside: self._inside[number].tag_bytes(*inside))
-
     def how_read(self) -> str:
         sizes = ", ".join(str(dataset.num_sequences) for dataset in self._inside)
         ways = sorted({how for dataset in self._inside if (how := dataset.how_read())})
         return "; ".join([f"{sizes} sequences of {len(self._inside)} datasets", *ways])
-
-    def _columns(self, name: str) -> list[Array]:
-        """The lengths of a data key in every dataset."""
-        return [
-            dataset.lengths[keys[name]] if name in keys else numpy.zeros(dataset.num_sequences, dtype=numpy.int32)
-            for dataset, keys in zip(self._inside, self._keys, strict=True)
-        ]
-
-    def _is_memory_mapped(self, name: str) -> bool:
-        """Whether a data key is memory-mapped in every dataset that has it, and of the same type."""
-        return all(
-            name not in keys
-            or (keys[name] in dataset.memory_mapped and dataset.streams[keys[name]].dtype == self.streams[name].dtype)
-            for dataset, keys in zip(self._inside, self._keys, strict=True)
-        )
 
 
 def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -191,64 +155,67 @@ def open_combined(where: str, keys: CombinedDatasetKeys, datasets: Mapping[str, 
 
 def open_concat(where: str, keys: ConcatDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open a ConcatDataset. Raises: DataError."""
-    return concatenate(where, datasets, UnionDataset)
+    return concatenate(where, datasets)
 
 
 def open_mixing(where: str, keys: MixingDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
     """Open a MixingDataset. Raises: DataError."""
     for name, dataset in datasets.items():
         refuse_selection(f"{where}.datasets.{name}", dataset, "weights and stop say how many sequences an epoch takes")
-    union = concatenate(where, datasets, UnionDataset)
+    union = concatenate(where, datasets)
     ends = numpy.cumsum([dataset.num_sequences for dataset in datasets.values()]).tolist()
     bounds = dict(zip(datasets, zip([0, *ends[:-1]], ends, strict=True), strict=True))
-    union.mix = Mix(where, bounds, keys.weights, keys.temperature, keys.by, keys.stop)
+    union.mix = WeightedMix(where, bounds, keys.weights, keys.temperature, keys.by, keys.stop)
     return union
 
 
-def concatenate(where: str, datasets: Mapping[str, Dataset], kind: type[T]) -> T:
+def concatenate(where: str, datasets: Mapping[str, Dataset]) -> UnionDataset:
     """Datasets with the data keys of the first one, one after the other; further keys are ignored. Raises: DataError."""
     streams = common_streams(where, {name: dataset.streams for name, dataset in datasets.items()})
     same = dict(zip(streams, streams, strict=True))
-    return kind(where, list(datasets.values()), [same] * len(datasets), streams)
+    return UnionDataset(where, list(datasets.values()), [same] * len(datasets), streams)
 
 
-def common_streams(where: str, by_dataset: Mapping[str, Mapping[str, Stream]]) -> dict[str, Stream]:
-    """The streams of the first dataset, which all others must have. Raises: DataError."""
-    first = next(iter(by_dataset))
-    for name, streams in by_dataset.items():
-        for data_key in by_dataset[first]:
-            if data_key not in streams:
-                raise DataError(f"{where}: expected the data key {data_key!r} of {first} in {name}, got {', '.join(streams)}")
-    return {
-        data_key: common_stream(
-            f"{where}, data key {data_key!r}", {name: streams[data_key] for name, streams in by_dataset.items()}
-        )
-        for data_key in by_dataset[first]
-    }
+def merge_batches(
+    streams: Mapping[str, Stream],
+    lengths: Mapping[str, Array],
+    packed: Collection[str],
+    parts: Sequence[tuple[Array, Mapping[str, Padded]]],
+) -> dict[str, Padded]:
+    """One batch made of several, each given with its rows in the whole. Rows are empty in data keys missing from their part.
 
+    Args:
+        lengths: by data key, of all rows, for rows that are missing; those of the others are the parts'.
+        packed: the data keys without padding.
 
-def common_stream(where: str, streams: Mapping[str, Stream]) -> Stream:
-    """One stream for data that comes from several. Raises: DataError, if dimension, shape or labels differ, or no type holds all
-    values: texts and numbers, or integers of uint64 and int64."""
-    (first, stream), *others = streams.items()
-    labels = stream.labels
-    for name, candidate in others:
-        if (candidate.dim, candidate.shape, candidate.sparse) != (stream.dim, stream.shape, stream.sparse):
-            raise DataError(f"{where}: expected {_words(stream)} as in {first}, got {_words(candidate)} in {name}")
-        if labels and candidate.labels and candidate.labels != labels:
-            different = next((i for i, pair in enumerate(zip(labels, candidate.labels, strict=False)) if pair[0] != pair[1]), -1)
-            raise DataError(
-                f"{where}: expected the labels of {first}, got others in {name} (the first difference is at index {different})"
-            )
-        labels = labels or candidate.labels
-    dtypes = {name: each.dtype for name, each in streams.items()}
-    dtype = numpy.result_type(*dtypes.values()) if others else stream.dtype
-    kinds = {each.kind for each in dtypes.values()}
-    if ("O" in kinds and len(kinds) > 1) or (dtype.kind == "f" and kinds <= {"i", "u"}):
-        unlike = next(name for name, each in dtypes.items() if each != stream.dtype)
-        raise DataError(f"{where}: expected the type {stream.dtype} of {first}, got {dtypes[unlike]} in {unlike}")
-    return replace(stream, dtype=dtype, labels=labels)
-
-
-def _words(stream: Stream) -> str:
-    return f"{'class indices' if stream.sparse else 'frames'} of shape {stream.shape} and dimension {stream.dim}"
+    Raises:
+        UnlikeError: numpy would repeat, round or cut a part.
+    """
+    batch: dict[str, Padded] = {}
+    for name, stream in streams.items():
+        parts_with_key = [(rows, batch_there[name]) for rows, batch_there in parts if name in batch_there]
+        seq_lens = numpy.zeros_like(lengths[name])  # not those that were planned: a dataset that returns others is to be noticed
+        for rows, some in parts_with_key:
+            if len(some.seq_lens) == len(rows):
+                seq_lens[rows] = some.seq_lens
+            if name in packed:
+                frames: tuple[int, ...] = (int(seq_lens[rows].sum(dtype=numpy.int64)),)
+            else:
+                frames = len(rows), max([int(seq_lens[rows].max()), *some.values.shape[1:2]])
+            is_like = some.values.dtype == stream.dtype or holds(stream.dtype, some.values)
+            if some.values.shape != (*frames, *stream.shape) or not is_like:
+                raise UnlikeError(
+                    f"data key {name!r}: expected {stream.dtype} of shape {(*frames, *stream.shape)} for {len(rows)} sequences, "
+                    f"got {some.values.dtype} of shape {some.values.shape} with {len(some.seq_lens)} lengths"
+                )
+        longest = max((some.values.shape[1] for _, some in parts_with_key), default=0) if name not in packed else 0
+        shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), longest)
+        values = numpy.full((*shape, *stream.shape), "" if stream.dtype.kind in "OU" else 0, stream.dtype)
+        starts = seq_lens.cumsum(dtype=numpy.int64) - seq_lens
+        for rows, some in parts_with_key:
+            if name in packed:
+                values[frame_places(starts[rows], some.seq_lens)] = some.values
+            else:
+                values[rows, : some.values.shape[1]] = some.values
+        batch[name] = (Packed if name in packed else Padded)(values, seq_lens)
+    return batch

@@ -19,16 +19,16 @@ from thread_ranks import on_ranks
 from hvdtrain.comm.base import Communicator
 from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.plan import shared
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys
-from hvdtrain.data.plan.chunks import make_chunks
 from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.data.plan.inputs import PlanInputs
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.plan.shared import Offer, PlanInputs, map_plan, offer_plan
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
+from hvdtrain.plugins.chunks.fixed import make_chunks
+from hvdtrain.plugins.chunks.keys import ChunkKeys
+from hvdtrain.plugins.shared_plans import offers, planner
+from hvdtrain.plugins.shared_plans.offers import Offer, map_plan, offer_plan
 from hvdtrain.start_up.announce import check_plans
-from hvdtrain.training import agreement
 from hvdtrain.training.agreement import plan_together
 
 LENGTHS = {"data": numpy.random.default_rng(0).integers(1, 90, 5000).astype(numpy.int32)}
@@ -48,7 +48,7 @@ ALONE = inputs().plan()
 
 @pytest.fixture(autouse=True)
 def _few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "WORTHWHILE", 1000)
+    monkeypatch.setattr(planner, "WORTHWHILE", 1000)
 
 
 @pytest.fixture
@@ -182,12 +182,12 @@ def test_a_temporary_file_serves_as_well(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise PermissionError(name)
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(offers.tempfile, "tempdir", str(tmp_path))
     with offer_plan(ALONE, 0) as offer:
         made = map_plan(offer)
         assert not list(tmp_path.iterdir())
     assert made.fingerprint == ALONE.fingerprint
-    monkeypatch.setattr(shared.tempfile, "tempdir", str(tmp_path / "not_there"))
+    monkeypatch.setattr(offers.tempfile, "tempdir", str(tmp_path / "not_there"))
     with offer_plan(ALONE, 0) as offer:
         assert offer is None
 
@@ -196,7 +196,7 @@ MAKER = """
 import pickle, sys, time
 import numpy
 from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.plan.shared import offer_plan
+from hvdtrain.plugins.shared_plans.offers import offer_plan
 with offer_plan(Plan(numpy.arange(100_000), numpy.array([0, 70_000, 100_000])), 7) as offer:
     pickle.dump(offer, sys.stdout.buffer)
     sys.stdout.flush()

@@ -10,10 +10,10 @@ import numpy
 import pytest
 from hdf_files import BY_RETURNN
 
-from hvdtrain.data.hdf import writer as writer_module
 from hvdtrain.data.hdf.dataset import open_hdf
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.hdf_tools import writer as writer_module
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 FRAMES = numpy.arange(10, dtype=numpy.float32).reshape(5, 2)
 CLASSES = numpy.array([3, 1, 0, 2], dtype=numpy.int32)
@@ -334,7 +334,7 @@ ON_A_FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import numpy
-from hvdtrain.data.hdf.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.errors import DataError
 for limit in (100_000, 799_000, 900_000):  # while collecting, at the last of it, and at copying
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

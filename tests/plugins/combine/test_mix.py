@@ -11,25 +11,24 @@ from opened_data import opened, problems_of
 
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import plan
-from hvdtrain.data.plan.mix import Mix, mixed_parts
-from hvdtrain.data.plan.order import order_mixed
+from hvdtrain.data.plan.inputs import PlanInputs
 from hvdtrain.data.plan.order_keys import OrderKeys
-from hvdtrain.data.plan.shared import PlanInputs
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.combine.mix import WeightedMix, mixed_parts, order_mixed
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 SIZES = {"a": 1000, "b": 150, "c": 37}
 LENGTHS = numpy.random.default_rng(3).integers(1, 400, sum(SIZES.values())).astype(numpy.int32)
 
 
-def mix_of(**keys: Any) -> Mix:
+def mix_of(**keys: Any) -> WeightedMix:
     ends = numpy.cumsum(list(SIZES.values())).tolist()
-    return Mix("train", dict(zip(SIZES, zip([0, *ends[:-1]], ends, strict=True), strict=True)), **keys)
+    return WeightedMix("train", dict(zip(SIZES, zip([0, *ends[:-1]], ends, strict=True), strict=True)), **keys)
 
 
-def counts(mix: Mix, indices: numpy.ndarray) -> list[int]:
+def counts(mix: WeightedMix, indices: numpy.ndarray) -> list[int]:
     return numpy.bincount(mix.parts_of(indices), minlength=3).tolist()
 
 
@@ -43,7 +42,7 @@ def test_counts_are_exact_in_every_epoch() -> None:
 def test_the_end_of_an_epoch() -> None:
     weights = {"a": 0.5, "b": 0.3, "c": 0.2}
 
-    def quotas(mix: Mix) -> list[int]:
+    def quotas(mix: WeightedMix) -> list[int]:
         return [part.quota for part in mixed_parts(mix, LENGTHS, None)]
 
     assert quotas(mix_of(weights=weights, stop="first")) == [round(37 / 0.2 * 0.5), round(37 / 0.2 * 0.3), 37]
@@ -135,7 +134,7 @@ def test_sequences_that_are_left_out_do_not_change_the_counts() -> None:
 
 
 def test_the_inputs_of_a_plan_include_the_mix() -> None:
-    def inputs(mix: Mix | None) -> PlanInputs:
+    def inputs(mix: WeightedMix | None) -> PlanInputs:
         return PlanInputs({"data": LENGTHS}, OrderKeys(), BatchKeys(max_seqs=9), 1, None, None, None, mix=mix)
 
     assert inputs(mix_of(stop=500)).checksum() != inputs(mix_of(stop=501)).checksum()
@@ -144,7 +143,7 @@ def test_the_inputs_of_a_plan_include_the_mix() -> None:
 
 
 def test_a_million_sequences_are_mixed_in_seconds() -> None:
-    mix = Mix("train", {"large": (0, 900_000), "small": (900_000, 900_010)}, {"large": 9, "small": 1})
+    mix = WeightedMix("train", {"large": (0, 900_000), "small": (900_000, 900_010)}, {"large": 9, "small": 1})
     lengths = numpy.ones(900_010, dtype=numpy.int32)
     mixed = order_mixed(lengths, OrderKeys(seq_ordering="random"), 1, mix)
     assert numpy.bincount(mix.parts_of(mixed)).tolist() == [900_000, 100_000]

@@ -19,11 +19,9 @@ from launching import ROOT
 from opened_data import opened, problems_of
 
 from hvdtrain.data.combine.files import FilesDataset
-from hvdtrain.data.combine.union import UnionDataset, concatenate
-from hvdtrain.data.combine.workers import ThreadErrors, Workers
+from hvdtrain.data.combine.workers import Workers
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
-from hvdtrain.data.hdf.writer import HDFWriter
 from hvdtrain.data.kinds import KINDS
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import plan
@@ -31,6 +29,9 @@ from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Stream
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.combine.meta import tag_blocks
+from hvdtrain.plugins.combine.union import concatenate
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
+from hvdtrain.plugins.returnn.thread_errors import ThreadErrors
 
 
 def write(path: Path, count: int, first: int = 0, keys: tuple[str, ...] = ("data", "classes"), dim: int = 3) -> str:
@@ -188,7 +189,7 @@ class Longer(Dataset):
 
 @pytest.mark.parametrize("packed", [[], ["data"]])
 def test_lengths_that_were_not_announced_are_not_hidden(packed: list[str]) -> None:
-    joined = concatenate("train", {"one": Longer(), "two": Longer()}, UnionDataset)
+    joined = concatenate("train", {"one": Longer(), "two": Longer()})
     assert joined.packed(numpy.array([0, 3, 1, 2] * 5), packed)["data"].seq_lens.tolist() == [6] * 20
 
 

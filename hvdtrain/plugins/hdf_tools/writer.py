@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 import h5py
 import numpy
 
-from hvdtrain.data.hdf.compression import chunk_length, options
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.hdf_tools.compression import chunk_length, options
 
 ALIGNMENT = 64
 """Every dataset begins at a multiple of this many bytes, so that memory-mapped numbers are aligned for numpy and for cache lines.

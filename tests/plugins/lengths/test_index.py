@@ -19,10 +19,10 @@ import numpy
 import pytest
 from launching import ROOT
 
-from hvdtrain.data import index
 from hvdtrain.data.dataset import Scanning
-from hvdtrain.data.fingerprint import fingerprint_of, fingerprint_of_file
-from hvdtrain.data.index import UNUSED, IndexFile, Kept
+from hvdtrain.plugins.lengths import index
+from hvdtrain.plugins.lengths.fingerprint import fingerprint_of, fingerprint_of_file
+from hvdtrain.plugins.lengths.index import UNUSED, IndexFile, Kept
 
 
 class Lines:

@@ -17,10 +17,9 @@ import pytest
 from trainings import Run, Trained, trains
 
 from hvdtrain.data.config_datasets import parse
-from hvdtrain.data.copies import CopyFolder, NotCopied, copy_files
-from hvdtrain.data.files import try_lock
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.copies.folder import CopyFolder, NotCopied, copy_files, try_lock
 
 SIZE = 1 << 20
 FORK = multiprocessing.get_context("fork")
@@ -168,7 +167,7 @@ def test_files_vanish_only_under_the_lock_of_the_folder(
             other.join(0.3)  # it has to wait
         return try_lock(file)
 
-    monkeypatch.setattr("hvdtrain.data.copies.try_lock", meanwhile)
+    monkeypatch.setattr("hvdtrain.plugins.copies.folder.try_lock", meanwhile)
     with opened(near) as folder:
         assert folder.copy(originals[0], nothing).path.read_bytes() == originals[0].read_bytes()
     other.join()

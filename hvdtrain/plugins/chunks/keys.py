@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
 from hvdtrain.data.plan.batch_keys import BatchKeys, Limit
 from hvdtrain.errors import Problem, problem
+from hvdtrain.learner.frameworks import FRAMEWORKS
+from hvdtrain.training.run_keys import RunKeys
 
 Tail = Literal["keep", "drop_short"]
 
@@ -120,6 +122,9 @@ def _accepts(parser: Callable[[Any], Any], value: Any) -> bool:
 class ChunkKeys(Section):
     """How training sequences are cut into chunks. In evaluation they stay whole."""
 
+    changes_results = True
+    varies = True
+
     chunking: int | str | dict[str, Any] | tuple[Any, ...] | list[Any] | None = key(
         None,
         "cut training sequences into chunks of SIZE frames, one every STEP frames: 'SIZE:STEP', SIZE (the step is the size), or "
@@ -147,6 +152,14 @@ class ChunkKeys(Section):
             _parses_context,
         ),
     )
+
+    def resolved(self, others: Sections) -> Self:
+        run = others.get(RunKeys)
+        if run is None or self.chunking_tail is not None:
+            return self
+        # Without a minimum, both rules are the same.
+        drops = "short chunks dropped" in FRAMEWORKS[run.backend].features and bool(self.min_chunk_size)
+        return replace(self, chunking_tail="drop_short" if drops else "keep")
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         problems = []

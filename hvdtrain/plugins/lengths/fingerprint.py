@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-from hvdtrain.data.copies import A_COPY
+from hvdtrain.data.files import A_COPY
 from hvdtrain.data.types import Array, imported_class
 
 SIMPLE = (int, float, complex, bool, bytes, type(None), type(...))

@@ -12,8 +12,9 @@ import pytest
 from hdf_files import Change, laid_out, put
 from opened_data import opened
 
-from hvdtrain.data.hdf.writer import HDFWriter
-from hvdtrain.data.identity import DatasetPart, _is_close, _numbers, changes, identify, rewritten_files
+from hvdtrain.data.dataset import DatasetPart
+from hvdtrain.plugins.hdf_tools.writer import HDFWriter
+from hvdtrain.plugins.same_data.identity import _is_close, _numbers, changes, identify, rewritten_files
 
 NUMBER = 3000
 

@@ -19,7 +19,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,9 +26,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.config.keys import Rule, Section, key, parsed_by
-from hvdtrain.data.files import LocalFile, Progress, is_unlocked, open_to_lock, parse_size, size_text, try_lock
-from hvdtrain.data.remote import RemoteFile, is_remote, look_up, without_query
+from hvdtrain.data.files import A_COPY, LocalFile, Progress, size_text
+from hvdtrain.data.remote import STORAGES, RemoteFile, is_remote, without_query
 from hvdtrain.errors import DataError
 
 PAUSE = 0.05
@@ -40,29 +38,9 @@ LEAST_FREE = 10 << 30
 
 PARTIAL = "partial-"
 
-A_COPY = re.compile(rf"({PARTIAL})?[0-9a-f]{{16}}-.")
-"""The names of copies, complete or partial. Other files in the folder are left alone."""
-
 
 class NotCopied(Exception):
     """A file is not copied but read from its original path: there is no room for a copy, or the folder cannot be used."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyKeys(Section):
-    """Copies of data files on a local disk."""
-
-    cache_dir: str | None = key(
-        None,
-        "a folder on a local disk of every host: data files are copied there first, once per host, and read from there; "
-        "None: they are read from their original paths",
-    )
-    cache_dir_size: int | str = key(
-        -1,
-        "limit of the size of all copies in cache_dir, with K, M or G; copies that no running job uses are removed for new ones; "
-        "-1: the size of the disk",
-        Rule("a size such as '500G', or -1", parsed_by(parse_size)),
-    )
 
 
 @dataclass(frozen=True)
@@ -299,7 +277,9 @@ def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress, loc
     share = paths[local_rank::local_size]
     try:
         folder.open()
-        remote = look_up(path for path in paths if is_remote(path))
+        urls = list(filter(is_remote, paths))
+        storage = STORAGES.last if urls else None  # `url_problems` has refused URLs where there is none
+        remote = {} if storage is None else storage.look_up(urls)
         for path in dict.fromkeys([*share, *paths]):
             try:
                 original = remote.get(path) or Path(path)
@@ -342,3 +322,29 @@ def _require_open(file: int | None) -> int:
     if file is None:
         raise OSError(errno.EBADF, "the folder was closed")
     return file
+
+
+def open_to_lock(path: Path, flags: int = 0) -> int:
+    """Open a file, possibly another user's, to lock it. Writable if possible, as some network file systems require it."""
+    try:
+        return os.open(path, os.O_RDWR | flags, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)
+
+
+def try_lock(file: int) -> bool:
+    """Take the lock of a file; False if another process holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_unlocked(path: Path) -> bool:
+    """Whether no process holds the lock of a file."""
+    file = open_to_lock(path)
+    try:
+        return try_lock(file)
+    finally:
+        os.close(file)

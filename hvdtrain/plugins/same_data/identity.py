@@ -11,21 +11,18 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 
+from hvdtrain.data.dataset import Dataset, DatasetPart
 from hvdtrain.data.randomness import own_numbers
+from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence
-
-if TYPE_CHECKING:
-    from hvdtrain.data.dataset import Dataset
-    from hvdtrain.data.types import Array
 
 Identity = dict[str, Any]
 """Of a dataset, in plain values:
@@ -60,29 +57,6 @@ LENGTHS = 1 << 22
 
 Values = dict[str, tuple[tuple[int, ...], list[float]]]
 """Of a sequence by data key: the shape, and what `_numbers` returns."""
-
-
-@dataclass(frozen=True)
-class DatasetPart:
-    """A dataset without others inside it, and the files that it reads.
-
-    Attributes:
-        name: the key of its dict in the config.
-    """
-
-    name: str
-    dataset: Dataset
-    files: tuple[str, ...] = ()
-
-    @property
-    def bounds(self) -> list[int]:
-        """As in `Dataset.file_bounds`."""
-        return [int(bound) for bound in self.dataset.file_bounds()]
-
-    def file_of(self, index: int) -> str | None:
-        """The file that contains a sequence; None if unknown."""
-        bounds = self.bounds
-        return self.files[bisect_right(bounds, index) - 1] if len(bounds) == len(self.files) + 1 else None
 
 
 def identify(parts: Sequence[DatasetPart]) -> list[Identity]:

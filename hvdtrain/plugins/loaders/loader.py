@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import islice
@@ -15,14 +15,30 @@ import numpy
 from hvdtrain.data.foreign import is_map_style
 from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.held_generators import Generators
+from hvdtrain.data.kinds import Adapter
 from hvdtrain.data.randomness import EPOCH, mix_seed
 from hvdtrain.data.types import imported_class
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import ConfigError, DataError, Problem
 
 
 def is_loader(value: Any) -> bool:
     """Whether a value of a config is a DataLoader of PyTorch."""
     return isinstance(value, imported_class("torch.utils.data", "DataLoader"))
+
+
+def adapt(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
+    """As of `Adapter`: the items of a DataLoader in its order, unless the key batching sets another one."""
+    if not is_loader(value):
+        return value, []
+    try:
+        items, order = read_loader(name, value)
+    except ConfigError as error:
+        return value, [*error.problems]
+    has_order = name == "train" and "seq_ordering" in defaults
+    return {"class": lambda: items, **({} if has_order else {"seq_ordering": order})}, []
+
+
+LOADERS = Adapter(adapt)
 
 
 def read_loader(where: str, loader: Any) -> tuple[Any, Any]:

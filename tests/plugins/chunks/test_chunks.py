@@ -11,16 +11,16 @@ from opened_data import Numbers
 from hvdtrain.config.check import build
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
-from hvdtrain.data.plan.chunk_keys import ChunkKeys, ChunkSize, Context, keys_of, parse, parse_context
-from hvdtrain.data.plan.chunks import Chunks, make_chunks
 from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.chunks.fixed import FixedChunks, make_chunks
+from hvdtrain.plugins.chunks.keys import ChunkKeys, ChunkSize, Context, keys_of, parse, parse_context
 
 LENGTHS = numpy.array([5, 3, 9, 1, 7, 2, 8, 4, 6, 10, 5, 3], dtype=numpy.int32)
 
 
-def spans(made: Chunks, name: str) -> list[list[tuple[int, int]]]:
+def spans(made: FixedChunks, name: str) -> list[list[tuple[int, int]]]:
     """Begin and end of all chunks, by sequence."""
     result: list[list[tuple[int, int]]] = [[] for _ in made.first[1:]]
     for index, owner in enumerate(made.sequences.tolist()):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.child import end_with
-from hvdtrain.comm.launchers import LAUNCHERS, SECONDS_FOR_THE_CAUSE, Launcher, SingleProcess
+from hvdtrain.comm.launchers import SECONDS_FOR_THE_CAUSE, Launcher, SingleProcess, launchers
 from hvdtrain.config.absent import import_part
 from hvdtrain.config.check import did_you_mean
 from hvdtrain.config.command_line import parse_command_line, without_local_rank
@@ -196,7 +196,7 @@ def run_config(arguments: list[str]) -> int:
             return 0
         if launcher.restarts == "lost ranks":
             check_elastic(settings.run.backend)
-        for kind in LAUNCHERS.values():
+        for kind in launchers().values():
             status = kind.start(settings, arguments, here)
             if status is not None:
                 return status

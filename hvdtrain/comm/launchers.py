@@ -1,6 +1,6 @@
 """The ways to start a process, and for each of them the actions when a rank fails or stops.
 
-A new launcher is a class, and a line in `LAUNCHERS` or in the table of a plug-in.
+A new launcher is a class, and a line in `launchers` or in the table of a plug-in.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from hvdtrain.comm.child import GONE
 from hvdtrain.comm.slurm import tasks_per_node
-from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import LaunchError, Outcome
 
 SECONDS_FOR_THE_CAUSE = 1.0
@@ -247,10 +247,12 @@ class Horovodrun(Launcher):
     max_restarts_hint = "horovodrun --min-np N --host-discovery-script SCRIPT restarts them"
 
 
-LAUNCHERS: Registry[type[Launcher]] = Registry(
-    "launchers", {"horovodrun": Horovodrun, "torchrun": Torchrun, "mpirun": Mpirun, "srun": Srun}
-)
-"""The launchers by any name; `SingleProcess` is none."""
+@cache
+def launchers() -> Mapping[str, type[Launcher]]:
+    """The launchers by any name, those of plug-ins, too; `SingleProcess` is none."""
+    from hvdtrain.config.plugins import Registry  # here, as every config imports this file
+
+    return Registry("launchers", {"horovodrun": Horovodrun, "torchrun": Torchrun, "mpirun": Mpirun, "srun": Srun})
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher:
@@ -260,9 +262,9 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher:
 
 def _detected(environ: Mapping[str, str]) -> list[Launcher]:
     """All whose variables are there, the innermost first, then `SingleProcess`."""
-    kinds = sorted(LAUNCHERS.values(), key=lambda kind: kind.depth, reverse=True)
-    launchers = [launcher for kind in kinds if (launcher := kind.detect(environ)) is not None]
-    return [*launchers, SingleProcess.detect(environ)]
+    kinds = sorted(launchers().values(), key=lambda kind: kind.depth, reverse=True)
+    detected = [launcher for kind in kinds if (launcher := kind.detect(environ)) is not None]
+    return [*detected, SingleProcess.detect(environ)]
 
 
 def check_variables(environ: Mapping[str, str]) -> None:

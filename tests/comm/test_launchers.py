@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.comm.launchers import LAUNCHERS, Launcher, Place, check_variables, launcher_of
+from hvdtrain.comm.launchers import Launcher, Place, check_variables, launcher_of, launchers
 from hvdtrain.errors import ConfigError, DamagedCheckpoint, HvdtrainError, LaunchError, Outcome, PeerFailure, TrainingError
 from hvdtrain.plugins.horovod import elastic
 from hvdtrain.plugins.torchrun.failures import Failure, read
@@ -84,7 +84,8 @@ def test_a_new_launcher_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) -
         name = "aprun"
         variables = (("ALPS_APP_PE", "ALPS_SIZE", "ALPS_LOCAL", "ALPS_LOCAL_SIZE"),)
 
-    monkeypatch.setattr("hvdtrain.comm.launchers.LAUNCHERS", {"aprun": Aprun, **LAUNCHERS})
+    kinds = {"aprun": Aprun, **launchers()}
+    monkeypatch.setattr("hvdtrain.comm.launchers.launchers", lambda: kinds)
     assert launcher_of({"ALPS_APP_PE": "3", "ALPS_SIZE": "4"}).place == Place("aprun", 3, 4)
     assert launcher_of({}).place == Place(None)
 

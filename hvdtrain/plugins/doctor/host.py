@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.launchers import LAUNCHERS
+from hvdtrain.comm.launchers import launchers
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.comm.this_process import KEEPALIVE
 from hvdtrain.data.describe import feed_lines
@@ -198,7 +198,7 @@ def check_environment(environ: Mapping[str, str], framework: str | None = None) 
     ]
 
 
-VARIABLES = list(dict.fromkeys((launcher.name, names) for launcher in LAUNCHERS.values() for names in launcher.variables))
+VARIABLES = list(dict.fromkeys((launcher.name, names) for launcher in launchers().values() for names in launcher.variables))
 """Every launcher with its variables for rank, size, local rank and local size."""
 
 

@@ -143,19 +143,6 @@ class Learner(ABC):
         """Compute a batch's losses and gradients and drop them; False if memory does not suffice."""
 
     @abstractmethod
-    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
-        """Collective. Compute the statistics of all BatchNorm layers anew: the mean of those of the batches of all ranks, with
-        the present parameters, in training mode. Returns the names of the layers. Nothing else changes.
-
-        Args:
-            batches: as many on every rank; None where this rank has none.
-            total: sums float64 tensors over the ranks.
-
-        Raises:
-            ConfigError: the framework cannot.
-        """
-
-    @abstractmethod
     def forward(self, batch: Batch) -> BatchOutputs:
         """Run the config's forward_step; return the outputs that it marks. The meter gets the losses and errors, if the framework
         computes them with the outputs.

@@ -13,11 +13,10 @@ from hvdtrain.context import Loss
 from hvdtrain.data.randomness import EVALUATION, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
 from hvdtrain.learner.attributes import kinds_of
-from hvdtrain.learner.base import Layer, Learner, Total
+from hvdtrain.learner.base import Layer, Learner
 from hvdtrain.learner.marks import MarksOfSteps
 from hvdtrain.learner.meter import BatchOutputs, Meter, scales_of
 from hvdtrain.learner.torch.assembly import Assembly, BatchNormExchange
-from hvdtrain.learner.torch.batch_norm import batch_norms_of, fresh_batch_norms, total_statistics
 from hvdtrain.learner.torch.config_functions import ConfigFunctions
 from hvdtrain.learner.torch.device import device_name, free_memory, is_out_of_memory, seed_all
 from hvdtrain.learner.torch.gradients import Gradients
@@ -115,19 +114,17 @@ class TorchLearner(Learner):
         with torch.no_grad(), self._functions.watch():
             self._record(self._functions.losses(batch, self._epoch, self._step, False, self.dataset), batch)
 
-    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
-        norms = dict(batch_norms_of(self.model))
-        with torch.no_grad(), fresh_batch_norms(norms.values()):
-            for number, batch in enumerate(batches):
-                await_copy(batch)
-                with self._functions.watch():
-                    seed_all(self._device, self._seeds.number(self._step + number))
-                    if batch is not None:
-                        self._functions.losses(batch, self._epoch, self._step + number, train=True)
-                    if self._batch_norm is not None:
-                        self._finish_batch_norms(self._batch_norm, batch, forward=True)
-            total_statistics(norms.values(), total)
-        return list(norms)
+    @torch.no_grad()
+    def observe(self, batches: Iterable[Batch | None]) -> None:
+        """Compute the losses of batches in training mode, which change buffers only. Collective, as BatchNorms may be."""
+        for number, batch in enumerate(batches):
+            await_copy(batch)
+            with self._functions.watch():
+                seed_all(self._device, self._seeds.number(self._step + number))
+                if batch is not None:
+                    self._functions.losses(batch, self._epoch, self._step + number, train=True)
+                if self._batch_norm is not None:
+                    self._finish_batch_norms(self._batch_norm, batch, forward=True)
 
     def forward(self, batch: Batch) -> BatchOutputs:
         await_copy(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from hvdtrain.config.references import as_function
 from hvdtrain.context import RunContext, Running
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.base import Exported, Layer, Learner, Total
+from hvdtrain.learner.base import Exported, Layer, Learner
 from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.frameworks import BuildOptions
 from hvdtrain.learner.keys import LearnerKeys
@@ -142,9 +142,6 @@ class ArrayLearner(Learner):
 
     def try_batch(self, batch: Batch) -> bool:
         return True
-
-    def fresh_statistics(self, batches: Iterable[Batch | None], total: Total) -> list[str]:
-        return []
 
     def forward(self, batch: Batch) -> BatchOutputs:
         raise ConfigError.of("unsupported", "backend: expected a framework with outputs for the task forward")

@@ -11,7 +11,19 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.data.types import Batch
 from hvdtrain.learner.base import Total
+from hvdtrain.learner.torch.step import TorchLearner
+
+
+@torch.no_grad()
+def fresh_statistics(learner: TorchLearner, batches: Iterable[Batch | None], total: Total) -> list[str]:
+    """What `FreshStatistics` declares, for PyTorch."""
+    norms = dict(batch_norms_of(learner.model))
+    with fresh_batch_norms(norms.values()):
+        learner.observe(batches)
+        total_statistics(norms.values(), total)
+    return list(norms)
 
 
 def batch_norms_of(model: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:

@@ -13,6 +13,7 @@ import hvdtrain
 from hvdtrain.comm.base import Communicator, all_reduce
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.plugins.average.batch_norm import fresh_statistics
 from hvdtrain.runtime.timer import Timer
 
 BATCHES = [numpy.random.default_rng(number).normal(number, 2, (3 + number, 4, 2)).astype("float32") for number in range(5)]
@@ -45,7 +46,7 @@ def statistics_on(comm: Communicator, batches: Sequence[numpy.ndarray], synchron
     rounds = -(-len(batches) // comm.size)
     own = list(batches[comm.rank :: comm.size])
     given = [batch_of(own[number]) if number < len(own) else None for number in range(rounds)]
-    names = made.fresh_statistics(given, partial(all_reduce, comm, op="sum", name="statistics"))
+    names = fresh_statistics(made, given, partial(all_reduce, comm, op="sum", name="statistics"))
     assert names == ["first", "twice", "unreached"]
     assert made.model.first.momentum == 0.1
     return {name: buffer.clone() for name, buffer in made.model.named_buffers()}

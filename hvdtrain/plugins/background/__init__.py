@@ -2,4 +2,4 @@
 
 from hvdtrain.config.plugins import Plugin
 
-PLUGIN = Plugin(savers={"torch": f"{__name__}.writer:open_writer"})
+PLUGIN = Plugin(savers={"torch": f"{__name__}.writer:open_writer"}, needs={"local_ranks": "forks"})

@@ -19,16 +19,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.fork import Fork, ForkedProcess, fork, rename
 from hvdtrain.data.combine.workers import end_with
 from hvdtrain.errors import STOP_SIGNALS
 from hvdtrain.learner.contents import CheckpointContents, FileFormat
 from hvdtrain.learner.torch.model_file import place_of
+
+if TYPE_CHECKING:
+    from hvdtrain.plugins.local_ranks.fork import Fork, ForkedProcess
 
 ALIGNMENT = 64
 """The addresses of tensors are multiples of this number."""
@@ -63,7 +66,13 @@ class Stored:
 
 def open_writer(may_fork: bool) -> BackgroundWriter:
     """As in the table `savers`."""
-    return BackgroundWriter(fork(serve) if may_fork else None)
+    if not may_fork:
+        return BackgroundWriter()
+    try:
+        from hvdtrain.plugins.local_ranks.fork import fork
+    except ModuleNotFoundError:  # its folder is deleted: the process is a new one
+        return BackgroundWriter()
+    return BackgroundWriter(fork(serve))
 
 
 class BackgroundWriter:
@@ -173,7 +182,7 @@ def serve(connection: Connection, parent: int) -> None:
     for number in STOP_SIGNALS:  # of the terminal, too: the training decides
         signal.signal(number, signal.SIG_IGN)
     this_process.put({"CUDA_VISIBLE_DEVICES": ""})
-    rename(NAME)
+    Path("/proc/self/comm").write_text(NAME, encoding="utf-8")
     memory: mmap.mmap | None = None
     while True:
         try:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvdtrain.comm import this_process
-from hvdtrain.comm.fork import ForkedProcess, obstacle, rename
+from hvdtrain.plugins.local_ranks.fork import ForkedProcess, obstacle, rename
 
 ASKED = "HVDTRAIN_FORK_SERVER"
 """The environment variable that makes a process a fork server: the number of its connection, and the modules to import."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.comm.child import TERMINATE_TIMEOUT
-from hvdtrain.comm.fork import ForkedProcess
 from hvdtrain.comm.launchers import Place
 from hvdtrain.comm.meeting_point import HVDTRAIN_INIT_METHOD
 from hvdtrain.errors import BY_CTRL_C, STOP_SIGNALS, TO_BE_CONTINUED
+from hvdtrain.plugins.local_ranks.fork import ForkedProcess
 from hvdtrain.plugins.local_ranks.fork_server import ForkServer
 from hvdtrain.plugins.local_ranks.reports import (
     ENDED,

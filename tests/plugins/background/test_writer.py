@@ -104,7 +104,7 @@ def test_an_error_is_raised_here_and_a_lost_process_is_replaced(tmp_path: Path, 
 PROGRAM = """
 import os, sys, threading
 from pathlib import Path
-from hvdtrain.comm.fork import fork
+from hvdtrain.plugins.local_ranks.fork import fork
 from hvdtrain.plugins.background.writer import BackgroundWriter, serve
 from tests.plugins.background.test_writer import assert_same, contents, read
 

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from hvdtrain.checkpoint.changed_keys import as_text, key_texts
 from hvdtrain.checkpoint.keys import SavingKeys, StartKeys
 from hvdtrain.comm.alike import OF_LOCAL_UPDATES, OWN_FOLDERS, OWN_KEYS
 from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distributed_of
@@ -27,7 +26,7 @@ from hvdtrain.config.keys import (
 from hvdtrain.config.overrides import COMMAND_LINE
 from hvdtrain.config.plugins import Registry, with_implied_keys
 from hvdtrain.config.source import Config, Source, load
-from hvdtrain.config.value_text import value_text
+from hvdtrain.config.value_text import as_text, value_text
 from hvdtrain.data.combine.step_keys import STEPS
 from hvdtrain.data.keys import DataKeys, DatasetSpec
 from hvdtrain.data.kinds import KINDS
@@ -153,17 +152,6 @@ class Settings:
         """How epochs are compared."""
         wanted = self.ending.early_stopping_measure or self.schedule.learning_rate_control_error_measure
         return Measure(wanted_of(wanted), self.scoring.higher_is_better)
-
-    @property
-    def result_keys(self) -> dict[str, str]:
-        """By name, as text, the keys that determine the results of a training."""
-        core = (self.batch, self.learner, self.precision, self.accumulation, self.schedule, self.reduce)
-        sections = [*core, *(section for section in self.of_plugins if section.changes_results)]
-        texts = key_texts([*(("", section) for section in sections), ("train.", self.train.order)])
-        texts["random_seed"] = str(self.run.random_seed)
-        if any(section.changes_with(self.run.num_epochs) for section in sections):
-            texts["num_epochs"] = str(self.run.num_epochs)
-        return texts
 
     @property
     def shared_keys(self) -> dict[str, str]:

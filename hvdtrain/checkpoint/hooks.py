@@ -77,6 +77,9 @@ class CheckpointHooks:
             CheckpointError: a file cannot be read, or is of another model.
         """
 
+    def restored(self, progress: Progress) -> None:
+        """Called on all ranks when a training goes on from its checkpoint, or begins, before its first epoch."""
+
     def begin_epoch(self, epoch: int, progress: Progress, saver: SaverBase, loader: Loader) -> None:
         """Collective. Called before an epoch is planned that begins, not where it is resumed. Raises: CheckpointError."""
 

@@ -86,7 +86,7 @@ class Progress:
     current: the epoch after it, if it has begun.
     report: the last finished epoch's line in scores.jsonl.
     data: by dataset, what a plug-in keeps of its data to compare it later, in plain values.
-    keys: by name, the values of the keys that determine the results; empty in checkpoints of earlier releases.
+    keys: by name, the values of keys that a plug-in compares later; empty in checkpoints of earlier releases.
     spent: where the seconds went, as the account of a plug-in has it; empty in checkpoints of earlier releases.
     finished: why a callback ends the training after the current epoch, or has ended it after the last one, and `num_epochs` then:
         more epochs are trained all the same; None: none does.

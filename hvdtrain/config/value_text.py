@@ -59,3 +59,18 @@ def _abbreviate(members: Iterable[str], count: int) -> str:
         shown_members.append(text)
         left -= FEW if text[0] in "<([{" and "<" in text else len(text)
     return ", ".join(shown_members)
+
+
+def as_text(value: Any) -> str | None:
+    """A key's value as text; None: it contains a function, or another object that cannot be compared."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        parts = {str(name): as_text(part) for name, part in value.items()}
+        return (
+            None if None in parts.values() else "{" + ", ".join(f"{name}: {part}" for name, part in sorted(parts.items())) + "}"
+        )
+    if isinstance(value, (list, tuple)):
+        several = [as_text(part) for part in value]
+        return None if None in several else f"[{', '.join(map(str, several))}]"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else None

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain.checkpoint.changed_keys import changed_key_lines
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.hooks import CheckpointHooks, DiskProtocol, constants_of
 from hvdtrain.checkpoint.kept_models import KeptModels
@@ -258,7 +257,8 @@ def _resume(
         together(comm, state.check_base, name="frozen_parameters")
     if state.running is not None:
         state.running.begin(progress.step)
-    _note_keys(progress, settings)
+    for hooks in checkpoint_hooks:
+        hooks.restored(progress)
     return progress
 
 
@@ -296,14 +296,6 @@ def _background(settings: Settings, state: StateBase, disk: DiskProtocol | None,
     background = ThreadPoolExecutor(1, "saving")
     stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the interpreter waits for it at exit
     return background
-
-
-def _note_keys(progress: Progress, settings: Settings) -> None:
-    """Log the keys whose values have changed since training stopped, and record the current ones for the next checkpoints."""
-    keys = settings.result_keys
-    for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
-        log.info(line)
-    progress.keys = keys
 
 
 def _open_data(settings: Settings, purpose: Purpose, comm: Communicator, watchdog: Watchdog, stack: ExitStack) -> list[Feed]:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
+from hvdtrain.checkpoint.hooks import CheckpointHooks
 from hvdtrain.config.keys import declared_keys
+from hvdtrain.config.value_text import as_text
+from hvdtrain.runtime import log
+
+if TYPE_CHECKING:
+    from hvdtrain.checkpoint.progress import Progress
+    from hvdtrain.settings import Settings
 
 WITHOUT_EFFECT_ON_RESULTS = frozenset(
     ("device", "torch_compile", "checkpoint_modules", "deterministic", "use_horovod", "torch_distributed", "horovod_timeline")
@@ -25,6 +32,30 @@ EFFECTS = {
 RATE_IS_KEPT = "no effect: an epoch uses the rate of the previous one (learning_rates = {EPOCH: RATE} changes it)"
 
 
+class ChangedKeys(CheckpointHooks):
+    """Logs the keys whose values have changed since a training stopped, and records the current ones for the next checkpoints."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def restored(self, progress: Progress) -> None:
+        keys = result_keys(self._settings)
+        for line in changed_key_lines(progress.keys, keys, has_history=bool(progress.history)):
+            log.info(line)
+        progress.keys = keys
+
+
+def result_keys(settings: Settings) -> dict[str, str]:
+    """By name, as text, the keys that determine the results of a training."""
+    core = (settings.batch, settings.learner, settings.precision, settings.accumulation, settings.schedule, settings.reduce)
+    sections = [*core, *(section for section in settings.of_plugins if section.changes_results)]
+    texts = key_texts([*(("", section) for section in sections), ("train.", settings.train.order)])
+    texts["random_seed"] = str(settings.run.random_seed)
+    if any(section.changes_with(settings.run.num_epochs) for section in sections):
+        texts["num_epochs"] = str(settings.run.num_epochs)
+    return texts
+
+
 def key_texts(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
     """By name, the values of all keys of some sections as text, except functions, which cannot be compared.
 
@@ -39,21 +70,6 @@ def key_texts(sections: Iterable[tuple[str, object]]) -> dict[str, str]:
         if key.name not in skipped
     }
     return {name: text for name, text in texts.items() if text is not None}
-
-
-def as_text(value: Any) -> str | None:
-    """A key's value as text; None: it contains a function, or another object that cannot be compared."""
-    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, dict):
-        parts = {str(name): as_text(part) for name, part in value.items()}
-        return (
-            None if None in parts.values() else "{" + ", ".join(f"{name}: {part}" for name, part in sorted(parts.items())) + "}"
-        )
-    if isinstance(value, (list, tuple)):
-        several = [as_text(part) for part in value]
-        return None if None in several else f"[{', '.join(map(str, several))}]"
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else None
 
 
 def changed_key_lines(before: Mapping[str, str], now: Mapping[str, str], has_history: bool) -> Iterator[str]:

@@ -9,7 +9,7 @@ from os.path import basename
 from typing import Any
 
 from hvdtrain.data.keys import DataKeys, DatasetSpec
-from hvdtrain.data.kinds import KINDS, adapted
+from hvdtrain.data.kinds import KINDS, adapted, adapted_classes
 from hvdtrain.data.sources import check_dataset, class_name, is_function
 from hvdtrain.errors import Problem, problem
 
@@ -71,7 +71,7 @@ def call_functions(name: str, value: Any) -> tuple[Any, list[Problem]]:
     if not isinstance(value, dict):
         return value, []
     understood, problems = adapted(name, value, {})
-    if "class" in understood and class_name(understood) not in KINDS:
+    if "class" in understood and class_name(understood) not in (*KINDS, *adapted_classes()):
         return value, problems
 
     def call(path: str, child: Any) -> Any:

@@ -66,7 +66,7 @@ class Adapter:
     Attributes:
         adapt: given the config key, the value and the default values of order keys, returns the value that stands for it, which
             is the same if it is of another kind; and the problems with it.
-        classes: the values of 'class' that it knows, for hints.
+        classes: the values of 'class' that it knows.
     """
 
     adapt: Callable[[str, Any, Mapping[str, Any]], tuple[Any, list[Problem]]]
@@ -75,6 +75,11 @@ class Adapter:
 
 ADAPTERS: Registry[Adapter] = Registry("adapters")
 """Those of plug-ins."""
+
+
+def adapted_classes() -> list[str]:
+    """The values of 'class' that adapters know, besides those in the tables here."""
+    return [name for adapter in ADAPTERS.values() for name in adapter.classes]
 
 
 def adapted(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[Any, list[Problem]]:

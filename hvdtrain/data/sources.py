@@ -18,7 +18,7 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.foreign import describe, is_iterable, is_map_style, needs_epoch
 from hvdtrain.data.formats.objects import Objects
 from hvdtrain.data.keys import DatasetKeys, DatasetSpec
-from hvdtrain.data.kinds import ADAPTERS, KINDS, SOURCES, adapted, iterable_source
+from hvdtrain.data.kinds import KINDS, SOURCES, adapted, adapted_classes, iterable_source
 from hvdtrain.data.opening import OpeningContext, is_cut_set, open_kind
 from hvdtrain.data.plan.order_keys import OrderKeys, non_default
 from hvdtrain.errors import ConfigError, DataError, Problem, problem
@@ -122,7 +122,7 @@ def _check_class(
             for option, value in non_default(order).items()
         ]
     if not (callable(kind) or is_reference(kind)):
-        known = [*KINDS, *SOURCES, *(each for adapter in ADAPTERS.values() for each in adapter.classes)]
+        known = [*KINDS, *SOURCES, *adapted_classes()]
         similar = closest(kind, known) if isinstance(kind, str) else None
         hint = (absent(kind) if isinstance(kind, str) else "") or (
             f" (did you mean {similar}? see docs/datasets.md)"

@@ -22,6 +22,9 @@ BY_RETURNN = tuple(
 )
 """Datasets of RETURNN without a counterpart here: RETURNN itself reads them."""
 
+MULTI_PROC = "MultiProcDataset"
+"""The dataset of RETURNN that reads the one inside it by several processes, in whose place ours do."""
+
 ONE_BY_ONE = ("MapDataset", "FilesDataset", "MixingDataset")
 """The kinds that RETURNN does not have, and whose inner datasets RETURNN may therefore read in its own order."""
 
@@ -56,7 +59,7 @@ def adapt(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[Any, list
     """As of `Adapter`."""
     if not isinstance(value, dict):
         return value, []
-    if class_name(value) == "MultiProcDataset" and isinstance(value.get("dataset"), dict):
+    if class_name(value) == MULTI_PROC and isinstance(value.get("dataset"), dict):
         return adapt(name, _inner(value), defaults)
     if is_for_returnn(value):  # the defaults of train are keys of the config; RETURNN must not get the others
         return {"class": "ReturnnDataset", "dataset": {**(defaults if name == "train" else {}), **value}}, []
@@ -107,4 +110,4 @@ def _without_entries(where: str, options: Mapping[str, Any], known: list[str]) -
     return left, problems
 
 
-DICTS = Adapter(adapt, BY_RETURNN)
+DICTS = Adapter(adapt, (*BY_RETURNN, MULTI_PROC))

@@ -449,6 +449,9 @@ def test_a_multi_proc_dataset_is_what_is_inside(tmp_path: Path) -> None:
     assert spec is not None, problems
     assert spec.order.seq_ordering == "random"
     assert list(spec.files) == inside["dataset"]["files"]
+    spec, problems = parse("train", {**outer, "dataset": lambda: {"files": inside["dataset"]["files"]}}, {})
+    assert spec is not None, problems
+    assert list(spec.files) == inside["dataset"]["files"]
     with opened({**inside, "dataset": {**outer, "dataset": inside["dataset"]}}) as dataset:
         assert_equal(read(dataset, 2), by_returnn(inside, 2))
 

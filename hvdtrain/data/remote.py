@@ -9,12 +9,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from hvdtrain.config.absent import absent
 from hvdtrain.config.keys import Sections
 from hvdtrain.config.plugins import Registry
-from hvdtrain.data.files import Progress
 from hvdtrain.errors import Problem, problem
 
 REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.")
@@ -23,31 +22,17 @@ OBJECT_STORAGE = ("s3", "s3a", "hf", "gs", "gcs", "az", "abfs")
 """The schemes of places where a file is stored whole or not at all."""
 
 
-class RemoteFile(Protocol):
-    """A file to be copied, like a `LocalFile`."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def origin(self) -> str: ...
-
-    def size_and_version(self) -> tuple[int, int]: ...
-
-    def transfer(self, copy: int, size: int, version: int, progress: Progress) -> None: ...
-
-
 @dataclass(frozen=True)
 class Storage:
     """What can read URLs.
 
     Attributes:
         problems: those with what reading or writing URLs needs, given the config key.
-        look_up: by URL, the files, with their sizes and versions. Raises: DataError.
+        look_up: by URL, the files, with their sizes and versions, as the plug-in that copies them takes them. Raises: DataError.
     """
 
     problems: Callable[[str, Iterable[str]], list[Problem]]
-    look_up: Callable[[Iterable[str]], Mapping[str, RemoteFile]]
+    look_up: Callable[[Iterable[str]], Mapping[str, Any]]
 
 
 STORAGES: Registry[Storage] = Registry("storages")

@@ -26,9 +26,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.data.files import A_COPY, LocalFile, Progress, size_text
-from hvdtrain.data.remote import STORAGES, RemoteFile, is_remote, without_query
+from hvdtrain.data.files import A_COPY, size_text
+from hvdtrain.data.remote import STORAGES, is_remote, without_query
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.copies.originals import LocalFile, Progress, RemoteFile
 
 PAUSE = 0.05
 """Seconds between two attempts to get a lock that another process holds."""

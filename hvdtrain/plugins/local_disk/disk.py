@@ -20,9 +20,8 @@ from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder, ContentsProtocol, folder_of
 from hvdtrain.checkpoint.hooks import Age, CheckpointHooks
 from hvdtrain.comm.base import Communicator, on_rank_zero
-from hvdtrain.data.files import LocalFile
-from hvdtrain.disk.atomic import atomically, write_atomically
-from hvdtrain.errors import CheckpointError, DataError
+from hvdtrain.disk.atomic import atomically, flush_to_disk, write_atomically
+from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.plugins.local_disk.keys import LocalDiskKeys
@@ -177,14 +176,10 @@ def copy_newest(comm: Communicator, checkpoints: CheckpointFolder, local: LocalD
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a file, and flush it to the disk. Raises: OSError."""
-    original = LocalFile(source)
-    file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
-        original.transfer(file, *original.size_and_version(), lambda number: None)
-    except DataError as error:
-        raise OSError(str(error)) from error
-    finally:
-        os.close(file)
+    about = source.stat()
+    shutil.copyfile(source, target)
+    os.utime(target, ns=(about.st_atime_ns, about.st_mtime_ns))
+    flush_to_disk(target)
 
 
 def _write(note: Path, text: str) -> None:

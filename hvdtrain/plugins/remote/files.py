@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvdtrain.data.files import BYTES_AT_ONCE, SYNC, Progress
 from hvdtrain.data.remote import Storage, scheme_of, without_query
 from hvdtrain.errors import DataError, Problem, problem
+from hvdtrain.plugins.copies.originals import BYTES_AT_ONCE, SYNC, Progress
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from hvdtrain.training.evaluation_within import EvaluationWithin, follow_scores
 from hvdtrain.training.limits import Rates, TrainingLimits, skipped_error
 from hvdtrain.training.notifier import LONG, Notifier
 from hvdtrain.training.phase import EvaluatedModel, Phase
-from hvdtrain.training.saving import Saving
+from hvdtrain.training.saving import Saving, await_checkpoint
 from hvdtrain.training.session import Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, StepReport
 from hvdtrain.training.train_scores import TrainScores, check_elements, note_missing_parts, warn_of_means
@@ -70,6 +70,7 @@ class Engine:
         self._step_numbers = StepNumbers(reporters.steps, session.timer, learner.meter) if reporters.steps else None
         self._step_log = step_log
         self._recorders = recorders
+        self._callbacks = callbacks
         self._evaluate_feed = partial(evaluate, comm, learner, session.watchdog, step_log=step_log)
         self._phase = Phase(session.progress)
         self._evaluated = evaluated = EvaluatedModel(learner.state, session.reducer.sync)
@@ -97,7 +98,7 @@ class Engine:
             ConfigError: the config names a score that the epoch does not have; a checkpoint was written.
         """
         self._notifier.subscribe()
-        self._notifier.restore(self._progress.callbacks)
+        self._callbacks.load(self._progress.callbacks)
         self._notifier.notify("on_train_begin")
         end = None
         while end is None and self._progress.epoch < self._limits.num_epochs:
@@ -295,7 +296,7 @@ class Engine:
     def _evaluate(self, current: EpochProgress, scores: dict[str, float]) -> dict[str, float]:
         """Collective. The scores of training, and those of the other datasets."""
         self._training.scores = scores
-        self._callbacks_before = self._notifier.state()  # a training that is stopped from here on repeats the evaluation
+        self._callbacks_before = self._callbacks.state()  # a training that is stopped from here on repeats the evaluation
         for feed in self._evaluations:
             with self._timer.span("evaluation"), self._evaluated.use(), self._phase.evaluating(feed.name):
                 self._notifier.notify_of_evaluation()
@@ -351,7 +352,7 @@ class Engine:
         """
         self._note_early_end()
         callbacks = self._callbacks_before
-        self._progress.callbacks = self._notifier.state() if callbacks is None else callbacks
+        self._progress.callbacks = self._callbacks.state() if callbacks is None else callbacks  # a checkpoint has those of rank 0
         state = self._learner.state
         # An evaluation may be under way: the checkpoint has the weights that are trained, not those that are evaluated.
         with self._phase.evaluating(None), self._evaluated.without_changes(), state.trained_weights():
@@ -378,4 +379,4 @@ class Engine:
     def _await_background(self) -> None:
         """Collective. Wait for the last exchange of requests, and for checkpoints that are written in the background."""
         self._control.finish()
-        self._saving.finish()
+        await_checkpoint(self._session)

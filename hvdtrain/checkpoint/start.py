@@ -20,7 +20,6 @@ from hvdtrain.errors import CheckpointError, ConfigError, DamagedCheckpoint
 from hvdtrain.learner.frameworks import FRAMEWORKS, NEW
 from hvdtrain.runtime import log
 from hvdtrain.runtime.records import records_of
-from hvdtrain.schedule.history import EpochRecord
 
 
 @dataclass(frozen=True)
@@ -252,16 +251,13 @@ def resume(
             f"those of later epochs, up to {checkpoints.at(later[-1]).model_file}, to *{ABANDONED}"
         )
     if progress.epoch and not progress.history:
-        progress.history = on_rank_zero(comm, lambda: _history(checkpoint_hooks, progress.epoch), name="history")
+        records = on_rank_zero(comm, lambda: [hooks.history(progress.epoch) for hooks in checkpoint_hooks], name="history")
+        progress.history = [record for of_hooks in records for record in of_hooks if record.epoch <= progress.epoch]
     for hooks in checkpoint_hooks:
         hooks.load(loader, is_training=True, is_fresh=start.checkpoint is None)
     if start.checkpoint is None:
         loader.broadcast()
     return progress
-
-
-def _history(checkpoint_hooks: Sequence[CheckpointHooks], epoch: int) -> list[EpochRecord]:
-    return [record for hooks in checkpoint_hooks for record in hooks.history(epoch) if record.epoch <= epoch]
 
 
 def _load(

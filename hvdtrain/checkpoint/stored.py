@@ -33,6 +33,8 @@ ENTRIES: Mapping[str, Any] = {
 }
 """The types of the entries, each of which may be missing: RETURNN's checkpoints have only an epoch and a step."""
 
+_hints = cache(get_type_hints)
+
 IDENTITY: Mapping[str, Any] = {
     "name": str,
     "bounds": list[int],
@@ -131,11 +133,6 @@ def _class_problem(value: Any, kind: Any, name: str) -> str | None:
 
 def _first_problem(problems: Iterable[str | None]) -> str | None:
     return next(filter(None, problems), None)
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _scores_problem(scores: Mapping[str, list[list[float]]], name: str) -> str | None:

@@ -35,11 +35,12 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
         order_name = "in its own order"
     lengths = feed.dataset.lengths
     size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())
+    repeated = [(path, times) for part in feed.parts for path, times in Counter(map(abspath, part.files)).items() if times > 1]
     parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {order_name}", *([how] if how else []), size_text(size)]
     lines = [
         (4, "; ".join(parts)),
         *((2, f"{feed.name}: {text}") for text in (*feed.dataset.warnings(), *feed.broken.warnings())),
-        *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in _repeated_files(feed)),
+        *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in repeated),  # patterns may overlap
         *_cache_lines(feed, local_size),
     ]
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
@@ -47,6 +48,8 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
         lines.append((4, f"{feed.name}: {len(used)} of them are listed in {feed.order_keys.seq_list_filter_file}"))
     keys = feed.batch_keys
     selected = select_by_length(feed.dataset.lengths, used, keys.min_seq_length, keys.max_seq_length)
+    mix = feed.dataset.mix
+    shares = None if mix is None else mix.shares(sorting_lengths(feed.dataset.lengths), selected)
     if feed.chunks is not None:
         selected, about = feed.chunks.shares(selected)
         lines += [(4, f"{feed.name}: {about}")] if about else []
@@ -59,7 +62,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
         lines.append(
             (2, f"{feed.name}: a full epoch loses {len(used) - len(selected)} of {len(used)} sequences, too short or too long")
         )
-    lines += _mix_lines(feed)
+    lines += [] if shares is None else [(4, f"{feed.name}: {shares}")]
     elements = selected if feed.chunks is None else feed.chunks.numbers_of(selected)
     sizes, limits, _ = count_in_cost(keys, {name: column[elements] for name, column in feed.lengths.items()}, keys.limits(1))
     alone = count_too_long(sizes, limits)
@@ -70,23 +73,6 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     elif alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows: each makes a batch by itself"))
     return lines
-
-
-def _mix_lines(feed: Feed) -> list[Line]:
-    """What a full epoch takes of every part of a mix. Raises: DataError, if it cannot be mixed."""
-    mix = feed.dataset.mix
-    keys = feed.batch_keys
-    lengths = feed.dataset.lengths
-    if mix is None:
-        return []
-    used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
-    used = select_by_length(lengths, used, keys.min_seq_length, keys.max_seq_length)
-    return [(4, f"{feed.name}: {mix.shares(sorting_lengths(lengths), used)}")]
-
-
-def _repeated_files(feed: Feed) -> list[tuple[str, int]]:
-    """Files that a dataset reads more than once, for instance because patterns overlap, and how often."""
-    return [(path, times) for part in feed.parts for path, times in Counter(map(abspath, part.files)).items() if times > 1]
 
 
 def _cache_lines(feed: Feed, local_size: int) -> list[Line]:

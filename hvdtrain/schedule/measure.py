@@ -90,7 +90,7 @@ def with_totals(scores: Mapping[str, float], losses: Mapping[str, float]) -> dic
     """
     totals = dict(scores)
     names = {name.partition("_loss_")[2] for name in scores}
-    total = total_name(names)
+    total = TOTALS[1] if TOTALS[0] in names else TOTALS[0]
     for dataset in dict.fromkeys(name.partition("_loss_")[0] for name in scores if "_loss_" in name):
         parts = {name: scale for name, scale in losses.items() if f"{dataset}_loss_{name}" in scores}
         if len(parts) > 1 or any(scale < 0 for scale in parts.values()):
@@ -104,11 +104,6 @@ def complete_history(history: Iterable[EpochRecord], losses: Mapping[str, float]
         record if record.losses else replace(record, scores=with_totals(record.scores, losses), losses=dict(losses))
         for record in history
     ]
-
-
-def total_name(names: Collection[str]) -> str:
-    """The name of the sum, given the names of train_step's scores."""
-    return TOTALS[1] if TOTALS[0] in names else TOTALS[0]
 
 
 def is_higher_better(score: str, names: Collection[str]) -> bool:

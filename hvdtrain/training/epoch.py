@@ -11,13 +11,13 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.learner.meter import Meter
 from hvdtrain.learner.reducer import Reducer, Traffic
-from hvdtrain.report.epoch import EpochReport, EvaluationReport
+from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.steps import StepNumbers, StepRecord, peak_memory, work_counter
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.schedule.divergence import divergence_lines, has_diverged
-from hvdtrain.schedule.history import EpochRecord, EvaluationRecord
+from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.training.agreement import completed_share, plan_together
 from hvdtrain.training.limits import Rates
 from hvdtrain.training.session import Session
@@ -221,21 +221,6 @@ def epoch_report(
         memory=peak_memory(session.learner.meter),
     )
     return replace(report, measures={name: measure(report) for name, measure in session.measures.items()})
-
-
-def evaluation_report(epoch: TrainingEpoch, record: EvaluationRecord, seconds: float) -> EvaluationReport:
-    """The results of an evaluation within an epoch, which took so many seconds."""
-    return EvaluationReport(
-        epoch=record.epoch,
-        step=record.step - epoch.current.first_step,
-        global_step=record.step,
-        progress=epoch.share,
-        learning_rate=record.learning_rate,
-        scores=record.scores,
-        elapsed=epoch.current.elapsed,
-        seconds=seconds,
-        losses=record.losses,
-    )
 
 
 def log_training(report: EpochReport) -> None:

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.report.epoch import EvaluationReceiver
+from hvdtrain.report.epoch import EvaluationReceiver, EvaluationReport
 from hvdtrain.report.steps import StepNumbers
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.divergence import has_diverged
 from hvdtrain.schedule.history import EvaluationRecord
 from hvdtrain.training.callbacks import Training
-from hvdtrain.training.epoch import EpochClock, TrainingEpoch, evaluation_report
+from hvdtrain.training.epoch import EpochClock, TrainingEpoch
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.saving import await_checkpoint
 from hvdtrain.training.session import Session
@@ -76,7 +76,17 @@ class EvaluationWithin:
         await_checkpoint(self._session)
         self._session.watchdog.beat(f"step {progress.step}, saving", "saving")
         saved = self._session.saver.save_evaluated(progress)
-        report = evaluation_report(epoch, record, self._seconds)
+        report = EvaluationReport(
+            epoch=record.epoch,
+            step=record.step - epoch.current.first_step,
+            global_step=record.step,
+            progress=epoch.share,
+            learning_rate=record.learning_rate,
+            scores=record.scores,
+            elapsed=epoch.current.elapsed,
+            seconds=self._seconds,
+            losses=record.losses,
+        )
         log.result(report.line(datasets))
         for receive in self._receivers:
             receive(report)

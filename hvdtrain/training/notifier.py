@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 from hvdtrain.comm.base import Communicator
 from hvdtrain.errors import ConfigError
@@ -52,14 +51,6 @@ class Notifier:
         """Collective. Find out which events any rank has callbacks for."""
         events = set().union(*self._comm.gather(self._own_events, name="callback_events"))
         self._longest = dict.fromkeys(events, LONG)
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Give the callbacks what they kept in the checkpoint."""
-        self._callbacks.load(state)
-
-    def state(self) -> dict[str, Any]:
-        """What the callbacks of this rank keep in a checkpoint, which has that of rank 0."""
-        return self._callbacks.state()
 
     @property
     def may_finish(self) -> bool:

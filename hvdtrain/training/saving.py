@@ -75,10 +75,6 @@ class Saving:
             with session.learner.state.trained_weights():  # the model may have those of an evaluation
                 check_weights(session.comm, session.learner.state, facts)
 
-    def finish(self) -> None:
-        """Collective. Wait for checkpoints that are written in the background."""
-        await_checkpoint(self._session)
-
 
 def await_checkpoint(session: Session) -> None:
     """Collective. Wait for a checkpoint that is written in the background."""

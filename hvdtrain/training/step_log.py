@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hvdtrain.data.files import size_text
 from hvdtrain.data.types import Batch
+from hvdtrain.learner.meter import Meter
 from hvdtrain.report.rows import progress_parts
 from hvdtrain.report.steps import StepRecord
 from hvdtrain.runtime import log
@@ -21,29 +22,13 @@ from hvdtrain.runtime.scores import Scores, text
 from hvdtrain.runtime.timer import clock_text
 
 
-class StepMeter(Protocol):
-    """Measurements for a line about a step."""
-
-    def drain_ready(self) -> Scores:
-        """The scores of the batches since the last call that have arrived; does not wait for a GPU."""
-        ...
-
-    def take_scores(self) -> Scores:
-        """The scores of all batches since the last call of this or of `drain_ready`; waits for a GPU."""
-        ...
-
-    def peak_memory(self) -> int | None:
-        """The largest number of bytes of the device's memory used so far; None on a CPU."""
-        ...
-
-
 class ScoreBuffer:
     """A learner's scores, which are used twice: in lines about steps, and in the sums of an epoch or an evaluation.
 
     `drain_ready` and `take_scores` return the scores since the last call of either, `take_all` those since its last call.
     """
 
-    def __init__(self, meter: StepMeter) -> None:
+    def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._for_lines: list[Scores] = []
         self._for_sums: list[Scores] = []
@@ -85,7 +70,7 @@ class StepReport(NamedTuple):
     complete: float
     learning_rate: float | None
     batch: Batch | None
-    meter: StepMeter
+    meter: ScoreBuffer
 
 
 def batch_size(report: StepReport) -> list[str]:

@@ -39,25 +39,14 @@ class PlanInputs:
 
     def plan(self) -> Plan:
         """Raises: DataError."""
-        return plan(
-            self.lengths,
-            self.order_keys,
-            self.batch_keys,
-            self.epoch,
-            subset=self.subset,
-            file_bounds=self.file_bounds,
-            chunks=self.chunks,
-            window=self.window,
-            mix=self.mix,
-            lengths_of_order=self.lengths_of_order,
-            max_batches=self.max_batches,
-        )
+        return plan(**vars(self))
 
     def as_text(self) -> dict[str, str]:
         """By name, as text, the keys and other inputs that determine the plan. Raises: DataError."""
         order = self.order_keys
         batches = self.batch_keys
         limits = self.batch_keys.limits(self.epoch)
+        frames = ", ".join(f"{column.sum(dtype=numpy.int64)} frames of {name!r}" for name, column in self.lengths.items())
         inputs = {
             "seq_ordering": order_text(order, self.epoch),
             **{name: getattr(order, name) for name in ("partition_epoch", "partition_by", "repeat_epoch")},
@@ -78,7 +67,7 @@ class PlanInputs:
             "seq_list_filter_file": None if self.subset is None else f"{len(self.subset)} sequences",
             **({} if self.mix is None else {"the mix": self.mix.text()}),
             **({} if batches.batch_cost is None else {"batch_cost": f"costs with the checksum {crc32(self._costs())}"}),
-            "the data": f"{len(next(iter(self.lengths.values())))} sequences, {_frames_text(self.lengths)}",
+            "the data": f"{len(next(iter(self.lengths.values())))} sequences, {frames}",
         }
         return {name: str(value) for name, value in inputs.items()}
 
@@ -112,10 +101,6 @@ class PlanInputs:
         ):
             checksum = crc32(numpy.zeros(0) if array is None else array, checksum)
         return checksum
-
-
-def _frames_text(lengths: Mapping[str, Array]) -> str:
-    return ", ".join(f"{column.sum(dtype=numpy.int64)} frames of {name!r}" for name, column in lengths.items())
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:

@@ -265,8 +265,8 @@ class CheckpointFolder:
             names = self._names()
         matches = map(self._pattern.fullmatch, names)
         within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
-        with_model = {checkpoint for checkpoint in within_epochs if self._has_model(checkpoint, names)}
-        kept = {checkpoint for checkpoint in with_model if checkpoint.age in keep_models} - {newest}
+        wanted = {checkpoint for checkpoint in within_epochs if checkpoint.age in keep_models} - {newest}
+        kept = {each for each in wanted if any(each.model_file_as(suffix).name in names for suffix in self.model_suffixes)}
         self.remove(within_epochs - kept - {newest})  # also incomplete ones without a model, which a kill left behind
         for checkpoint in kept:
             self._remove_all_but_model(checkpoint, names)
@@ -321,9 +321,6 @@ class CheckpointFolder:
         """Those of some files that an average of this checkpoint needs, besides the model's file."""
         running = checkpoint.running_file.name
         return [*([running] if running in names else []), *self._model_parts_of(checkpoint, names)]
-
-    def _has_model(self, checkpoint: Checkpoint, names: Collection[str]) -> bool:
-        return any(checkpoint.model_file_as(suffix).name in names for suffix in self.model_suffixes)
 
     def copy_to_mirror(self, *files: Path) -> None:
         """Copy files to the mirror, if there is one, one after the other. Raises: CheckpointError."""

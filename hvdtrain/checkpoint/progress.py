@@ -242,16 +242,12 @@ class BestModel:
 
 
 def _entry(record: EpochRecord, measure: str, models: Mapping[tuple[int, float], Checkpoint]) -> dict[str, Any]:
-    scores = {name: _number(score) for name, score in record.scores.items()}
+    # For JSON: text if a score is not finite, as in scores.jsonl.
+    scores = {name: score if math.isfinite(score) else str(score) for name, score in record.scores.items()}
     model = models.get(record.age)
     step = {} if record.at_step is None else {"step": record.at_step}
     file = None if model is None else model.model_file.name
     return {"epoch": record.epoch, **step, "score": scores[measure], "file": file, "scores": scores}
-
-
-def _number(score: float) -> float | str:
-    """A score for JSON: text if it is not finite, as in scores.jsonl."""
-    return score if math.isfinite(score) else str(score)
 
 
 def best_position(prefix: Path) -> tuple[int, int | None]:

@@ -72,7 +72,10 @@ class Saver(SaverBase):
     def save(self, progress: Progress, ranks: Sequence[RankState]) -> Checkpoint:
         step = None if progress.current is None else progress.step
         target = self._checkpoints.new(progress.epoch if progress.current is None else progress.current.epoch, step)
-        parts = self._rank_local_parts()
+        parts: tuple[StatePart, ...] = ()  # of the state, that every rank has to save
+        if self._comm.size > 1:
+            local = self._sync.rank_local_state()
+            parts = tuple(part for part in local if part == "optimizer" or part == "kept" or self._state.tensors(part))
         marks = {SAVE_ID: ranks[0].save_id}
         if parts:
             on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")
@@ -160,10 +163,3 @@ class Saver(SaverBase):
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
-
-    def _rank_local_parts(self) -> tuple[StatePart, ...]:
-        """The parts of the state that every rank has to save."""
-        if self._comm.size == 1:
-            return ()
-        parts = self._sync.rank_local_state()
-        return tuple(part for part in parts if part == "optimizer" or part == "kept" or self._state.tensors(part))

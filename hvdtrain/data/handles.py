@@ -50,11 +50,6 @@ class Handles:
         self._process = os.getpid()
         self._open: OrderedDict[int, Opened] = OrderedDict()  # by id, so that files without a user are closed at once
 
-    @property
-    def num_open(self) -> int:
-        """The number of files that are open now."""
-        return len(self._open)
-
     def opened(self, file: File) -> Opened:
         """A file, open until others take its place. Raises: DataError."""
         if self._process != os.getpid():

@@ -15,7 +15,6 @@ from hvdtrain.data.types import Batch
 
 T = TypeVar("T")
 
-
 FEW = 8
 
 
@@ -106,7 +105,6 @@ class ReadAhead(Generic[T]):
 
 
 MANY = 64
-
 
 SMALL = 4 << 20
 """How many batches to read ahead: `MANY` if so many have less than `SMALL` bytes together, at least `FEW`. Small steps take a

@@ -24,7 +24,6 @@ from hvdtrain.runtime.watchdog import Watchdog
 StepRecorder = Callable[[int, int, Array], None]
 """Called before a step with the epoch, the number of earlier steps of the training, and the indices of this rank's sequences."""
 
-
 EpochMeasure = Callable[[EpochReport], Mapping[str, float]]
 """Called with the report of an epoch; returns numbers by name, which become an entry of it."""
 

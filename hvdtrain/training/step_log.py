@@ -94,7 +94,6 @@ Field = Callable[[StepReport], list[str]]
 FIELDS: dict[str, Field] = {"log_batch_size": batch_size, "torch_log_memory_usage": memory_usage}
 """Additional fields of a line about a step, in this order, by the key that enables them."""
 
-
 SELDOM = 600.0
 """Seconds after which a line about a step is shown at level 3 as well, so that a long epoch does not look like a hang."""
 

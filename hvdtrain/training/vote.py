@@ -26,7 +26,6 @@ TASK_INTERVAL = 10.0
 """The same if ranks exchange nothing else before the end, as in `forward`: those with less to compute would wait there for so
 long that the watchdog would take the others for hung. More frequent exchanges would be slower with uneven batches."""
 
-
 COMPARED = 512
 """Checksums are compared in the first exchanges, less and less often, and then in every 512th: once in a minute or more."""
 

@@ -112,11 +112,6 @@ class CachedDataset(ChangedSequences):
         budget.caches.append(self)
         budget.reserve(self.size())
 
-    @property
-    def num_cached(self) -> int:
-        """The number of sequences in memory."""
-        return len(self._cached)
-
     def size(self) -> int:
         """Bytes that caching everything would take; texts count as pointers."""
         total = PER_SEQUENCE * self.num_sequences

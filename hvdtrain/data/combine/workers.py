@@ -35,7 +35,6 @@ STARTS = 5
 PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: the signal that a process gets when the thread that started it ends."""
 
-
 Question = TypeVar("Question")
 
 

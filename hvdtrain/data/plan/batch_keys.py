@@ -52,9 +52,7 @@ class Limits:
 
 Size = int | dict[str, int] | Callable[..., Any] | None
 
-
 Frames = int | dict[str, int] | None
-
 
 positive_or_unlimited = Rule("a positive number, or -1 for no limit", lambda value: value > 0 or value == -1)
 

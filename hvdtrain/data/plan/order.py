@@ -17,7 +17,6 @@ from hvdtrain.errors import DataError
 BLOCKS_TOGETHER = 16
 """The number of blocks whose sequences `random_blocks` shuffles together."""
 
-
 WINDOW_STEP = 7919
 """The distance between the seeds of neighbouring windows."""
 

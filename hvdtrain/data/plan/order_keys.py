@@ -30,9 +30,7 @@ METHODS = (
     "random_blocks",
 )
 
-
 WITH_BINS = ("sort_bin_shuffle", "sort_bin_shuffle_x2", "laplace")
-
 
 CHANGES = {
     2: ("laplace", "laplace cuts its bins as RETURNN does now; before, the first bins were longer by one sequence"),
@@ -40,7 +38,6 @@ CHANGES = {
     4: ("partition_epoch", "lengths that depend on the epoch no longer change the parts of partition_epoch, which overlapped"),
 }
 """By version of the orders, the method or the key that changed with it, and how."""
-
 
 ORDER_VERSION = max(CHANGES)
 """Checkpoints within an epoch contain it, so that a training can explain why an epoch no longer has the batches it began with."""

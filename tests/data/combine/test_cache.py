@@ -72,7 +72,7 @@ def test_a_cache_gives_the_same_and_reads_once(compressed: Dataset) -> None:
     for _ in range(2):
         for index in numpy.random.default_rng(1).permutation(20).tolist():
             assert all(numpy.array_equal(values, reference[index][key]) for key, values in cached.sequence(index).items())
-    assert cached.num_cached == 20
+    assert len(cached._cached) == 20
     compressed.close()  # nothing is read any more
     assert cached.sequence(7)["data"][0, 0] == 7
 
@@ -88,7 +88,7 @@ def test_the_budget_is_kept_in_true_bytes_without_what_is_mapped(compressed: Dat
     cached = cached.at_epoch(1)
     for index in range(20):
         cached.sequence(index)
-    assert cached.num_cached == 3
+    assert len(cached._cached) == 3
     assert budget.used == 3 * one
     assert cached.sequence(19)["data"][0, 0] == 19
 

@@ -66,7 +66,7 @@ def test_an_epoch_opens_its_own_files_only_and_a_full_one_goes_through_all(paths
             with feed.read(feed.rank_batches(feed.plan(epoch)), epoch) as batches:
                 read = [index for batch in batches for index in batch.indices.tolist()]
             assert read == indices
-            assert pool.num_open == len(used)
+            assert len(pool._open) == len(used)
             seen += indices
             files.append(used)
         assert sorted(seen) == list(range(sum(SIZES)))

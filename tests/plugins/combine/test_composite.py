@@ -241,14 +241,14 @@ def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
     dataset = opened({"class": "FilesDataset", "files": paths, "max_open_files": 2})
     assert isinstance(dataset, FilesDataset)
     pool = dataset._dataset._pool
-    assert pool.num_open == 0
+    assert len(pool._open) == 0
     assert dataset.file_bounds().tolist() == [0, 3, 6, 9, 12, 15, 18]
     for index in numpy.random.default_rng(0).permutation(18).tolist():
         assert dataset.sequence(index)["classes"].tolist() == (index % 5 + 1) * [index]
-        assert pool.num_open <= 2
+        assert len(pool._open) <= 2
     assert dataset.tags([17, 0, 9]) == ["seq-17", "seq-0", "seq-9"]
     dataset.close()
-    assert pool.num_open == 0
+    assert len(pool._open) == 0
 
 
 def test_files_that_change_or_do_not_go_together(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from hvdtrain.comm.heartbeat import run_with_heartbeat
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.copies.heartbeat import run_with_heartbeat
 from hvdtrain.plugins.horovod.communicator import open_horovod
 from hvdtrain.plugins.watchdog.watchdog import JobWatchdog
 

@@ -14,9 +14,9 @@ from thread_ranks import on_ranks
 import hvdtrain
 from hvdtrain.comm.base import Communicator, all_reduce, on_rank_zero, together
 from hvdtrain.comm.for_configs import use_communicator
-from hvdtrain.comm.heartbeat import run_with_heartbeat
 from hvdtrain.errors import ConfigError, DataError, PeerFailure
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.plugins.copies.heartbeat import run_with_heartbeat
 from hvdtrain.runtime.timer import Timer
 
 
@@ -81,7 +81,7 @@ def test_a_crash_is_no_mistake_of_the_users_and_ends_all() -> None:
 
 
 def test_who_waits_for_long_work_hears_of_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.comm.heartbeat.MAX_PAUSE", 0.02)
+    monkeypatch.setattr("hvdtrain.plugins.copies.heartbeat.MAX_PAUSE", 0.02)
 
     def work(comm: Communicator) -> tuple[int, list[list[int]]]:
         heard: list[list[int]] = []

@@ -13,9 +13,9 @@ import torch
 
 import hvdtrain
 from hvdtrain.comm.base import all_reduce
-from hvdtrain.comm.groups import BetweenGroups
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.compute.sync_batch_norm import synchronize
+from hvdtrain.plugins.param_average.groups import BetweenGroups
 from hvdtrain.plugins.sharded.optimizer import ShardedOptimizer
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.ranks import open_communicator

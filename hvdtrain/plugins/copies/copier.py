@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hvdtrain.comm.base import Communicator
-from hvdtrain.comm.heartbeat import run_with_heartbeat
 from hvdtrain.config.keys import Sections
 from hvdtrain.data.files import parse_size, size_text
 from hvdtrain.data.remote import Copier, url_problems, without_query
 from hvdtrain.errors import Problem, problem
 from hvdtrain.plugins.copies.folder import Copies, CopyFolder, CopyReport, copy_files
+from hvdtrain.plugins.copies.heartbeat import run_with_heartbeat
 from hvdtrain.plugins.copies.keys import CopyKeys
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog

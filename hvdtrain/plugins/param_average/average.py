@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from hvdtrain.comm.base import Communicator
-from hvdtrain.comm.groups import RankGroup, make_groups, single_rank
+from hvdtrain.comm.groups import RankGroup, single_rank
 from hvdtrain.config.keys import ALONE, Rule, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.averaging import UpdateCounts, temporarily_average
@@ -22,6 +22,7 @@ from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, ch
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, GradientExchange, Numbers, Reducer
+from hvdtrain.plugins.param_average.groups import make_groups
 from hvdtrain.plugins.param_average.interval import NEVER, EveryUpdates, SyncRuleKeys, make_interval
 from hvdtrain.plugins.param_average.outer import OuterKeys, OuterOptimizer, make_outer
 from hvdtrain.plugins.param_average.sync import ANCHOR, ParamSync, SyncBucket

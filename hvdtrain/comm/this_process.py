@@ -43,16 +43,6 @@ def threads_per_rank(environ: Mapping[str, str], local_size: int, cores: int, bo
     return max(1, number_in(environ, "OMP_NUM_THREADS", cores if bound else cores // max(1, local_size)))
 
 
-def yield_when_idle(local_size: int, cores: int) -> None:
-    """Make Open MPI yield the core while it waits, if the ranks have fewer cores than threads.
-
-    Open MPI polls in a separate thread that competes with the one that computes. With fewer than two cores per rank, a step
-    takes up to four times as long without this. Call it before MPI is initialized; a value set by the user is kept.
-    """
-    if 2 * local_size > cores:
-        os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-
-
 KEEPALIVE = "--mca oob_tcp_keepalive_time 5 --mca oob_tcp_keepalive_intvl 2 --mca oob_tcp_keepalive_probes 3"
 """Options with which mpirun detects a lost host within 12 s."""
 

@@ -23,11 +23,11 @@ OVERRIDING = (COMMAND_LINE, CALL)
 
 
 CHANGED = set[str]()
-"""Modules whose constants overrides have changed, until they are forgotten (`source.separate_imports`)."""
+"""Modules whose constants overrides have changed, until they are forgotten (`plugins/programs/restored.py`)."""
 
 REPLACED = list[tuple[dict[str, Any], str, Any]]()
 """Constants of modules that the program itself has imported: the module's names, that of the constant and its value, which
-`source.separate_imports` puts back."""
+`plugins/programs/restored.py` puts back."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import re
 import symtable
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
@@ -21,9 +21,8 @@ from typing import Any
 from hvdtrain.config.absent import absent
 from hvdtrain.config.access import ConfigAccess
 from hvdtrain.config.convert import text_value
-from hvdtrain.config.large_imports import file_of
 from hvdtrain.config.missing import import_failure
-from hvdtrain.config.overrides import CHANGED, COMMAND_LINE, REPLACED, Code, line_in, lines_that_read, override, set_nested
+from hvdtrain.config.overrides import COMMAND_LINE, Code, line_in, lines_that_read, override, set_nested
 from hvdtrain.errors import ConfigError, Problem
 
 MODULE_NAME = "__hvdtrain_config__"
@@ -311,32 +310,6 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ConfigError.of("unreadable", f"{path.name}: expected a JSON object of keys, got a {type(parsed).__name__}")
     return parsed
-
-
-@contextmanager
-def separate_imports(configs: Iterable[Path]) -> Iterator[None]:
-    """Forget at the end what these configs imported from their folders: those of another one may have the same names.
-
-    What the program itself finds there stays, unless an override has changed it; with that, its whole package is forgotten.
-    Modules that the program has imported before get their constants back.
-    """
-    path = list(sys.path)
-    modules = set(sys.modules)
-    try:
-        yield
-    finally:
-        folders = {str(config.resolve().parent) for config in configs} - (set() if CHANGED else set(path))
-        packages = {name.partition(".")[0] for name in CHANGED}
-        CHANGED.clear()
-        while REPLACED:
-            names, name, value = REPLACED.pop()
-            names[name] = value
-        sys.path[:] = path
-        for name in set(sys.modules) - modules - {MODULE_NAME}:
-            file = file_of(sys.modules[name]) or ""
-            is_theirs = any(Path(file).is_relative_to(folder) for folder in folders) and not file.startswith(sys.prefix)
-            if is_theirs or name.partition(".")[0] in packages:
-                del sys.modules[name]
 
 
 def _run_python(

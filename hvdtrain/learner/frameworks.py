@@ -191,11 +191,6 @@ def library_of(backend: str) -> str:
     return FRAMEWORKS[backend].library or backend
 
 
-def libraries() -> tuple[str, ...]:
-    """Those of all frameworks."""
-    return tuple(dict.fromkeys(map(library_of, FRAMEWORKS)))
-
-
 def gpu_of(wanted: str | None, count: int, local_rank: int) -> int | None:
     """The number of a rank's GPU by the key `device`; None: it computes on the CPU. Raises: ConfigError.
 

@@ -8,12 +8,10 @@ ends a process; and hvdtrain's launcher, if ranks died. A training that was kill
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -32,9 +30,6 @@ MOST_LETTERS = 2000
 """The most letters of a reason."""
 
 LAUNCHER = "the launcher"
-
-SECONDS_TO_WRITE = 1.0
-"""How long a process that ends itself waits for its record: the file system may be what hangs."""
 
 SECONDS_TO_COMPARE = 0.3
 """How long a rank waits for the others' records of an error, which may be of the same line of the config."""
@@ -65,14 +60,6 @@ def append_end(folder: Path, status: Status, why: str, by: str, *, is_consequenc
         end = End(num_starts(folder), status, why.strip()[:MOST_LETTERS], by, is_consequence)
         with (folder / ENDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(end)) + "\n")
-
-
-def append_hang(folder: Path, rank: int, why: str, is_consequence: bool) -> None:
-    """Record that a watchdog ends the job, within a time limit."""
-    write = partial(append_end, folder, "failed", why, f"the watchdog of rank {rank}", is_consequence=is_consequence)
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(SECONDS_TO_WRITE)
 
 
 @contextmanager

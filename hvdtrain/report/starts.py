@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.report.epoch import FEW_RANKS
-from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
 from hvdtrain.version import __version__
 
 PACKAGES = (
@@ -87,13 +82,6 @@ class Start:
     goodput: Mapping[str, float] = field(default_factory=dict)
     commit: str = ""
 
-    @property
-    def host_lines(self) -> list[str]:
-        """Where each rank runs; if there are many, the number of ranks on each host."""
-        if len(self.hosts) > FEW_RANKS:
-            return [hosts_text(self.hosts)]
-        return [f"rank {rank}: {host} ({device})" for rank, (host, device) in enumerate(self.hosts)]
-
 
 SHOWN_HOSTS = 8
 """The most hosts that a line names."""
@@ -126,56 +114,3 @@ def append_start(folder: Path, start: Start) -> None:
     except OSError as error:
         reason = error.strerror
         raise ConfigError.of("not-writable", f"model: expected a folder that can be written to, got {folder}: {reason}") from None
-
-
-def last_start(folder: Path) -> Mapping[str, Any]:
-    """The last readable line of a folder's starts.jsonl; empty: there is none."""
-    path = folder / "starts.jsonl"
-    for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
-        with suppress(*DAMAGED_LINE_ERRORS):
-            return start_of_line(json.loads(line))
-    return {}
-
-
-def start_of_line(line: Any) -> dict[str, Any]:
-    """A line of starts.jsonl. Raises one of `DAMAGED_LINE_ERRORS`."""
-    if not isinstance(line, dict):
-        raise TypeError("no dict")
-    entries: dict[str, Any] = {name: value for name, value in line.items() if name not in START or is_like(value, START[name])}
-    entries["settings"] = {name: pair for name, pair in (entries.get("settings") or {}).items() if pair and len(pair) == 2}
-    entries["hosts"] = [pair for pair in entries.get("hosts") or [] if pair and len(pair) == 2]
-    return entries
-
-
-NUMBER: Any = 0.0
-
-START: Mapping[str, Any] = {
-    **dict.fromkeys(("directory", "time", "command", "commit"), ""),
-    **dict.fromkeys(("first_epoch", "num_parameters"), NUMBER),
-    **dict.fromkeys(("texts", "versions"), {"": ""}),
-    "settings": {"": [""]},
-    "hosts": [[""]],
-    "goodput": {"": NUMBER},
-}
-"""Examples of the entries of a line of starts.jsonl."""
-
-
-def is_like(value: Any, example: Any) -> bool:
-    """Whether a value has the same types as an example throughout, or is None.
-
-    >>> is_like([{"compute": 1.5}], [{"": 0.0}]), is_like("<img>", 0.0), is_like([["host", "CPU"]], [[""]])
-    (True, False, True)
-    """
-    if value is None:
-        return True
-    if isinstance(example, dict):
-        return isinstance(value, dict) and all(
-            entry is not None and is_like(entry, inner) for inner in example.values() for entry in value.values()
-        )
-    if isinstance(example, list):
-        return isinstance(value, list) and all(
-            entry is not None and is_like(entry, inner) for inner in example for entry in value
-        )
-    if isinstance(example, float):
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, type(example))

@@ -99,15 +99,6 @@ class Reporters:
         return pruned
 
 
-def step_metrics(record: StepRecord) -> dict[str, float]:
-    """All numbers that a record has by name, with the group as prefix: `steps/train/ce`, `steps/learning_rate`."""
-    numbers: dict[str, float | None] = {f"steps/train/{name}": value for name, value in record.scores.items()}
-    for name in ("learning_rate", "gradient_norm", "sequences_per_second", "memory", "computing", "data_wait"):
-        numbers[f"steps/{name}"] = getattr(record, name)
-    numbers |= {f"steps/frames_per_second/{name}": value for name, value in record.frames_per_second.items()}
-    return {name: value for name, value in numbers.items() if value is not None}
-
-
 WorkCounter = Callable[[int, int], tuple[int, Mapping[str, int]]]
 """Counts the sequences in the batches between two positions of an epoch's plan, and their frames by data key."""
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from hvdtrain.config.plugins import Registry
 from hvdtrain.runtime.process import Process
-
-T = TypeVar("T")
 
 EVERY = 0.2
 """Seconds between two drawings."""
@@ -75,16 +73,3 @@ BARS: Registry[Bars] = Registry("bars")
 
 def bars() -> Bars:
     return BARS.last or Bars()
-
-
-@contextmanager
-def counted(items: Iterable[T], total: int | None, unit: str) -> Iterator[Iterator[T]]:
-    """The same items, which are counted as the caller takes them. The arguments are those of `Bars.count`."""
-
-    def each(count: Callable[[int], object]) -> Iterator[T]:
-        for item in items:
-            yield item
-            count(1)
-
-    with bars().count("", total, unit) as count:
-        yield each(count)

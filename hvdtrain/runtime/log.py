@@ -193,20 +193,6 @@ def open_log(
         LOGGER.addHandler(handler)
 
 
-@contextmanager
-def programs_log() -> Iterator[None]:
-    """Restore the configuration of the program's logger `hvdtrain` at the end of a job in its process."""
-    handlers, level, propagate = list(LOGGER.handlers), LOGGER.level, LOGGER.propagate
-    try:
-        yield
-    finally:
-        for handler in set(LOGGER.handlers) - set(handlers):
-            handler.close()
-        LOGGER.handlers[:] = handlers
-        LOGGER.setLevel(level)
-        LOGGER.propagate = propagate
-
-
 TO_PROGRAM = {LEVELS[1]: logging.INFO}
 """The level that a program's handlers get, by level of the record: scores come first in `log_verbosity`, but are no errors."""
 

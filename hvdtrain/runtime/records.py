@@ -36,11 +36,6 @@ def claim_records(prefix: Path, is_alone: bool) -> None:
     records.mkdir(parents=True, exist_ok=True)
 
 
-def records_below(folder: Path) -> list[Path]:
-    """The folders of records of its other trainings."""
-    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_dir())
-
-
 def models_of(records: Path) -> Path:
     """The folder of the models that records are about."""
     return records.parent if records.name.endswith(SUFFIX) else records

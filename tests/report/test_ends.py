@@ -13,8 +13,9 @@ from hvdtrain.errors import PeerFailure, TrainingError, failure_text
 from hvdtrain.plugins.report.__main__ import main
 from hvdtrain.plugins.report.serve import LivePage
 from hvdtrain.plugins.report.state import SILENT, read_state
+from hvdtrain.plugins.watchdog.open import append_hang
 from hvdtrain.report import ends
-from hvdtrain.report.ends import LAUNCHER, append_end, append_hang, read_ends, record_end
+from hvdtrain.report.ends import LAUNCHER, append_end, read_ends, record_end
 from hvdtrain.runtime.interrupt import Stopped
 
 
@@ -94,7 +95,7 @@ def test_a_record_is_no_cause_of_failures(tmp_path: Path, monkeypatch: pytest.Mo
     with record_end(tmp_path / "nowhere", 0):
         pass
     os.mkfifo(tmp_path / ends.ENDS)  # which nothing reads, as a file system that hangs
-    monkeypatch.setattr(ends, "SECONDS_TO_WRITE", 0.2)
+    monkeypatch.setattr("hvdtrain.plugins.watchdog.open.SECONDS_TO_WRITE", 0.2)
     began = time.monotonic()
     append_hang(tmp_path, 0, "why", False)
     assert time.monotonic() - began < 5

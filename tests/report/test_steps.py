@@ -17,8 +17,9 @@ from report_pages import lines_of
 from tensorboard_events import events
 
 from hvdtrain.data.plan.epoch import Plan
+from hvdtrain.plugins.trackers.receivers import step_metrics
 from hvdtrain.report.json_lines import StepLines
-from hvdtrain.report.steps import StepNumbers, StepRecord, step_metrics, work_counter
+from hvdtrain.report.steps import StepNumbers, StepRecord, work_counter
 from hvdtrain.run import train
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.timer import Timer

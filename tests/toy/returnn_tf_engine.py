@@ -40,12 +40,12 @@ import tensorflow as tf
 from returnn.datasets.basic import Dataset
 from returnn.tf.native_op import OpMaker
 
-from hvdtrain.context import size_name
 from hvdtrain.plugins.forward.task import forward_all
 from hvdtrain.plugins.returnn.network.gradients import FeedableUpdater, points_of_one_rank
 from hvdtrain.plugins.returnn.network.learner import build_learner  # noqa: F401  # the children have it then
 from hvdtrain.plugins.returnn.network.objective import objective_of
 from hvdtrain.plugins.returnn.networks import our_name
+from hvdtrain.plugins.returnn.sizes import size_name
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.job import open_session

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy
 
 from hvdtrain.config.large_imports import LargeImports
-from hvdtrain.config.source import separate_imports
+from hvdtrain.plugins.programs.restored import separate_imports
 from hvdtrain.run import train
 from hvdtrain.runtime.interrupt import Stopped
 from hvdtrain.settings import read_settings

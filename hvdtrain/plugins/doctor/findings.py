@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hvdtrain.learner.frameworks import libraries
+from hvdtrain.learner.frameworks import FRAMEWORKS, library_of
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -115,6 +115,11 @@ def summary(findings: Iterable[Finding]) -> str:
     problems, warnings = levels.count("problem"), levels.count("warning")
     counted = [f"{problems} problem{'' if problems == 1 else 's'}", f"{warnings} warning{'' if warnings == 1 else 's'}"]
     return ", ".join([*counted, f"{levels.count('ok')} ok"])
+
+
+def libraries() -> tuple[str, ...]:
+    """Those of all frameworks."""
+    return tuple(dict.fromkeys(map(library_of, FRAMEWORKS)))
 
 
 HARMFUL = ("hvdtrain", *libraries(), "horovod", "MPI of Horovod", "MPI of mpirun")

@@ -18,9 +18,9 @@ from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.comm.this_process import KEEPALIVE
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.learner.frameworks import FRAMEWORKS, libraries, library_of
+from hvdtrain.learner.frameworks import FRAMEWORKS, library_of
 from hvdtrain.plugins.doctor import network, packages, resources
-from hvdtrain.plugins.doctor.findings import Finding, HostReport, of_environment, ok, problem, warning
+from hvdtrain.plugins.doctor.findings import Finding, HostReport, libraries, of_environment, ok, problem, warning
 from hvdtrain.plugins.doctor.network import read_interfaces
 from hvdtrain.plugins.hdf_tools.check import check as check_file
 from hvdtrain.settings import Settings, read_settings, with_datasets

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm import this_process
-from hvdtrain.learner.frameworks import libraries
-from hvdtrain.plugins.doctor.findings import Finding, ok, problem, warning
+from hvdtrain.plugins.doctor.findings import Finding, libraries, ok, problem, warning
 from hvdtrain.version import __version__
 
 OF_A_LAUNCHER = ("OMPI_", "PMIX_", "PMI_", "ORTE_", "HYDI_", "HYDRA_", "MPI_LOCAL")

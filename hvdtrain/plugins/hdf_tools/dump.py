@@ -23,10 +23,11 @@ from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
 from hvdtrain.plugins.hdf_tools.compression import NAMES as COMPRESSIONS
+from hvdtrain.plugins.hdf_tools.counted import counted
 from hvdtrain.plugins.hdf_tools.peers import Crashed, Peers, SinglePeer, open_peers, run_on_all
 from hvdtrain.plugins.hdf_tools.sources import NO_COPIES, Selection, Source, find_dataset, open_source, read_by_index
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
-from hvdtrain.runtime.bars import bars, counted
+from hvdtrain.runtime.bars import bars
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
 

@@ -40,6 +40,9 @@ OTHER_HINT = (
 )
 
 
+YIELDS = "OMPI_MCA_mpi_yield_when_idle"
+
+
 def open_horovod(framework: str, timeline: str | None = None, stays: bool = False, in_sets: bool = False) -> Communicator:
     """Initialize Horovod and connect the processes.
 
@@ -56,7 +59,10 @@ def open_horovod(framework: str, timeline: str | None = None, stays: bool = Fals
         LaunchError: Horovod is not installed for the framework, or does not connect the processes that the launcher started.
     """
     place = this_process.place()
-    this_process.yield_when_idle(place.local_size, this_process.cores())
+    if 2 * place.local_size > this_process.cores():
+        # Open MPI polls in a separate thread that competes with the one that computes. With fewer than two cores per rank, a step
+        # takes up to four times as long unless it yields the core while it waits. A value set by the user is kept.
+        this_process.put({YIELDS: this_process.environment().get(YIELDS, "1")})
     if timeline is not None:
         this_process.put({"HOROVOD_TIMELINE": _writable(timeline, place.rank)})
     if in_sets:

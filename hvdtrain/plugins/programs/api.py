@@ -27,15 +27,15 @@ from hvdtrain.comm.for_configs import use_communicator
 from hvdtrain.comm.launchers import Place
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.config.overrides import CALL, OVERRIDING
-from hvdtrain.config.source import Config, separate_imports
+from hvdtrain.config.source import Config
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.local_ranks.start import places, restart_rule
+from hvdtrain.plugins.programs.restored import programs_log, separate_imports
 from hvdtrain.plugins.programs.result import Best as Best
 from hvdtrain.plugins.programs.result import Result as Result
 from hvdtrain.plugins.programs.spawn import NotImportable, call_on_ranks, pack_with_code
 from hvdtrain.run import Trained
-from hvdtrain.runtime.log import programs_log
 from hvdtrain.runtime.process import Process
 from hvdtrain.runtime.records import prefix_of, records_of
 from hvdtrain.settings import Settings, read_settings, with_datasets

@@ -15,7 +15,7 @@ from hvdtrain.plugins.report.overview import badge, num_ranks, short, state_text
 from hvdtrain.plugins.report.plots import Figure, Scatter, finite, split
 from hvdtrain.plugins.report.runs import Run, names_of, read_runs
 from hvdtrain.report.ends import ENDS
-from hvdtrain.runtime.records import records_below
+from hvdtrain.runtime.records import SUFFIX
 from hvdtrain.runtime.timer import duration_text
 
 SKIPPED = ("overfit", "tensorboard", "wandb", "mlruns", "__pycache__")
@@ -36,12 +36,17 @@ def is_training(folder: Path) -> bool:
 def find_trainings(folder: Path) -> list[Path]:
     """The folders of trainings: this one, or else those below it, in natural order. Links are not followed."""
     if is_training(folder):
-        return [folder, *filter(is_training, records_below(folder))]
+        return [folder, *filter(is_training, _records_below(folder))]
     trainings = []
     for place, folders, _ in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED]
         trainings += [Path(place)] if is_training(Path(place)) else []
     return sorted(trainings, key=lambda path: _natural(str(path)))
+
+
+def _records_below(folder: Path) -> list[Path]:
+    """The folders of records of its other trainings."""
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_dir())
 
 
 @dataclass(frozen=True)

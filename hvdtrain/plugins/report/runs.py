@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import DataError
+from hvdtrain.plugins.report.lines import NUMBER, is_like, start_of_line
 from hvdtrain.plugins.report.state import State, read_state
 from hvdtrain.report.json_lines import DAMAGED_LINE_ERRORS
-from hvdtrain.report.starts import NUMBER, is_like, start_of_line
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, is_higher_better, wanted_of
 

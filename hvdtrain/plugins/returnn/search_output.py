@@ -15,11 +15,11 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.references import as_function
-from hvdtrain.context import is_size, size_name
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.forward.outputs import WriterMaker
 from hvdtrain.plugins.returnn.keys import SearchKeys
+from hvdtrain.plugins.returnn.sizes import is_size, size_name
 from hvdtrain.settings import Settings
 
 USUAL_NAMES = ("output", "hyps", "hyp")

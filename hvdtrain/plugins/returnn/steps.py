@@ -24,13 +24,14 @@ from returnn.torch.data.extern_data import extern_data_template_from_config_opts
 from returnn.torch.frontend.bridge import rf_module_to_pt_module, wrapped_pt_module_to_rf_module
 
 from hvdtrain.config.source import Source
-from hvdtrain.context import RunContext, get_run_ctx, is_size, size_name
+from hvdtrain.context import RunContext, get_run_ctx
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.torch.tensors import TorchData
 from hvdtrain.plugins.returnn.imports import WatchedImports, select_torch
 from hvdtrain.plugins.returnn.older_data import older_extern_data
 from hvdtrain.plugins.returnn.older_steps import with_older_arguments
+from hvdtrain.plugins.returnn.sizes import is_size, size_name
 
 Stage = Literal["train_step", "forward_step"]
 STAGES: tuple[Stage, ...] = ("train_step", "forward_step")

@@ -22,8 +22,17 @@ from hvdtrain.errors import ConfigError, prunes
 from hvdtrain.plugins.trackers.services import ARTIFACTS, RunDescription
 from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import FEW_RANKS, EpochReport, EvaluationReport, Reporter
-from hvdtrain.report.steps import StepRecord, step_metrics
+from hvdtrain.report.steps import StepRecord
 from hvdtrain.runtime import log
+
+
+def step_metrics(record: StepRecord) -> dict[str, float]:
+    """All numbers that a record has by name, with the group as prefix: `steps/train/ce`, `steps/learning_rate`."""
+    numbers: dict[str, float | None] = {f"steps/train/{name}": value for name, value in record.scores.items()}
+    for name in ("learning_rate", "gradient_norm", "sequences_per_second", "memory", "computing", "data_wait"):
+        numbers[f"steps/{name}"] = getattr(record, name)
+    numbers |= {f"steps/frames_per_second/{name}": value for name, value in record.frames_per_second.items()}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def metrics(report: EpochReport) -> dict[str, float]:

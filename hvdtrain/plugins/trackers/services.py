@@ -53,11 +53,21 @@ class RunDescription:
         start = self.start
         facts = {
             "git": dict(self.git),
-            "hosts": start.host_lines,
+            "hosts": _host_lines(start),
             "num_ranks": len(start.hosts),
             "num_parameters": start.num_parameters,
         }
         return {**facts, "command": start.command, "versions": dict(start.versions)}
+
+
+def _host_lines(start: Start) -> list[str]:
+    """Where each rank runs; if there are many, the number of ranks on each host."""
+    from hvdtrain.report.epoch import FEW_RANKS  # here, as every command imports this file
+    from hvdtrain.report.starts import hosts_text
+
+    if len(start.hosts) > FEW_RANKS:
+        return [hosts_text(start.hosts)]
+    return [f"rank {rank}: {host} ({device})" for rank, (host, device) in enumerate(start.hosts)]
 
 
 class Tracker:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from math import inf
+from pathlib import Path
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator
@@ -12,9 +14,12 @@ from hvdtrain.plugins.watchdog.contacts import exchange_contacts
 from hvdtrain.plugins.watchdog.keys import WatchdogKeys
 from hvdtrain.plugins.watchdog.relays import Layout
 from hvdtrain.plugins.watchdog.watchdog import Ending, JobWatchdog
-from hvdtrain.report.ends import append_hang
+from hvdtrain.report.ends import append_end
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
+
+SECONDS_TO_WRITE = 1.0
+"""How long a process that ends itself waits for its record: the file system may be what hangs."""
 
 
 def open_watchdog(settings: Settings, comm: Communicator, purpose: str) -> Watchdog:
@@ -37,3 +42,11 @@ def open_watchdog(settings: Settings, comm: Communicator, purpose: str) -> Watch
     if purpose == "train":
         watchdog.record = partial(append_hang, settings.records, comm.rank)
     return watchdog
+
+
+def append_hang(folder: Path, rank: int, why: str, is_consequence: bool) -> None:
+    """Record that a watchdog ends the job, within a time limit."""
+    write = partial(append_end, folder, "failed", why, f"the watchdog of rank {rank}", is_consequence=is_consequence)
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(SECONDS_TO_WRITE)

@@ -25,7 +25,7 @@ import soundfile
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent.parent))
 
 from hvdtrain.errors import DataError  # noqa: E402  # found through the line above
-from hvdtrain.runtime.bars import counted
+from hvdtrain.plugins.hdf_tools.counted import counted
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent.parent))
 
 from hvdtrain.data.dataset import Item  # noqa: E402  # found through the line above
 from hvdtrain.errors import HvdtrainError  # noqa: E402
+from hvdtrain.plugins.hdf_tools.counted import counted
 from hvdtrain.plugins.hdf_tools.sources import find_dataset, open_source
-from hvdtrain.runtime.bars import counted
 
 TYPES = ("stdout", "print_tag", "print_shape", "dump_tag", "dump_seq_len", "null")
 

@@ -11,7 +11,6 @@ import tensorflow as tf
 from returnn.tf.network import ExternData, TFNetwork
 from returnn.tf.util.basic import CollectionKeys, get_global_train_flag_placeholder
 
-from hvdtrain.context import size_name
 from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.model_state import Role
@@ -27,6 +26,7 @@ from hvdtrain.plugins.returnn.network.gradients import (
 from hvdtrain.plugins.returnn.network.messages import building
 from hvdtrain.plugins.returnn.network.objective import Objective, objective_of
 from hvdtrain.plugins.returnn.network.random_numbers import RandomNumbers, kept_by_tensorflow
+from hvdtrain.plugins.returnn.sizes import size_name
 
 v1 = tf.compat.v1
 

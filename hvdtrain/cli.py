@@ -172,7 +172,6 @@ def run_command(arguments: list[str] | None) -> int:
 def run_config(arguments: list[str]) -> int:
     """Train, or do another task, as the config says; return the exit status."""
     # Imported here, so that build-horovod runs without numpy.
-    from hvdtrain.learner.frameworks import check_elastic
     from hvdtrain.settings import read_settings, with_datasets
     from hvdtrain.start_up.effective import print_config
 
@@ -194,8 +193,6 @@ def run_config(arguments: list[str]) -> int:
             if launcher.place.rank == 0:
                 print(print_config(settings, only_changed="--changed" in arguments))
             return 0
-        if launcher.restarts == "lost ranks":
-            check_elastic(settings.run.backend)
         for kind in launchers().values():
             status = kind.start(settings, arguments, here)
             if status is not None:

@@ -276,6 +276,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(frame: str) -> str:
-    """The file and the line of a frame of a traceback."""
     file, _, rest = frame.removeprefix(PACKAGE).partition('", line ')
     return f"{file}:{rest.partition(',')[0]}"

@@ -16,13 +16,7 @@ from hvdtrain.comm.keys import LaunchKeys, TorchDistributedKeys, torch_distribut
 from hvdtrain.config.check import build, unknown_keys, unread_line
 from hvdtrain.config.children import is_reading_for_child
 from hvdtrain.config.foreign import ALIASES, Watches
-from hvdtrain.config.keys import (
-    Key,
-    Section,
-    Sections,
-    declared_keys,
-    spellings,
-)
+from hvdtrain.config.keys import Key, Section, Sections, declared_keys, spellings
 from hvdtrain.config.overrides import COMMAND_LINE
 from hvdtrain.config.plugins import Registry, with_implied_keys
 from hvdtrain.config.source import Config, Source, load

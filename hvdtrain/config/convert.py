@@ -147,7 +147,6 @@ FLOATS_END = 3.4e38
 
 
 def _convert_to(value: Any, expected: Any) -> Any:
-    """A value of the type. Raises: Mismatch."""
     origin = get_origin(expected) or expected
     if expected is Any:
         return value

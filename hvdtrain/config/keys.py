@@ -141,14 +141,9 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@cache  # evaluating annotations is slow
 def declared_keys(section: type) -> tuple[Key, ...]:
     """The keys that a section class declares, in the order of declaration."""
-    return _declared_keys(section)
-
-
-@cache
-def _declared_keys(section: type) -> tuple[Key, ...]:
-    """Cached, as evaluating annotations is slow."""
     hints = get_type_hints(section)
     keys = []
     for field in dataclasses.fields(section):

@@ -71,7 +71,6 @@ class Source:
 
 @cache
 def _words(text: str) -> Counter[str]:
-    """How often a text has each word."""
     return Counter(re.findall(r"\w+", text))
 
 

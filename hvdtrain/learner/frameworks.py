@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 from hvdtrain.comm.base import SMALL_BUCKET
 from hvdtrain.config.absent import import_part
 from hvdtrain.config.plugins import Registry
-from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.epoch_scores import SCORING, Scoring
 from hvdtrain.learner.precision import FLOAT32, Precision
 
@@ -205,16 +205,6 @@ def gpu_of(wanted: str | None, count: int, local_rank: int) -> int | None:
     if not count or (number and int(number) >= count):
         raise ConfigError.of("unavailable", f"device: expected a CUDA device for {wanted!r}, got {count or 'none'} on this host")
     return int(number) if number else local_rank % count
-
-
-def check_elastic(backend: str) -> None:
-    """Raises: LaunchError, if the framework's ranks cannot continue under Horovod's elastic driver."""
-    if "elastic Horovod" not in FRAMEWORKS[backend].features:
-        raise LaunchError(
-            f"horovodrun --min-np: expected backend {backends_with('elastic Horovod')}, got {backend!r}, whose ranks start too "
-            "late for Horovod to reconnect them reliably (leave out --min-np and --host-discovery-script; the same command "
-            "continues after a failure)"
-        ).on_all_ranks()
 
 
 def backends_with(feature: Feature) -> str:

@@ -311,7 +311,6 @@ class Meter:
         return next((place for place, batch in enumerate(self._pending) if not has_arrived(batch.numbers)), len(self._pending))
 
     def _read(self, num_batches: int) -> None:
-        """Read the numbers of the first pending batches."""
         if not num_batches:
             return
         batches, self._pending = self._pending[:num_batches], self._pending[num_batches:]
@@ -322,7 +321,6 @@ class Meter:
             self._count(batch, values[begin:done])
 
     def _count(self, batch: _Pending, values: Sequence[float]) -> None:
-        """Add a batch's sums and counts."""
         middle = len(batch.names)
         for place, (name, loss_scale) in enumerate(batch.names.items()):
             total = values[place]
@@ -333,6 +331,5 @@ class Meter:
                     self._note(batch, name, total)
 
     def _note(self, batch: _Pending, name: str, total: float) -> None:
-        """Note a loss that is not finite."""
         broken = tuple(name for name, values in self._parameters() if not numpy.isfinite(values).all())
         self._not_finite.append(NotFinite(batch.step, name, total, tuple(batch.indices.tolist()), broken))

@@ -152,7 +152,6 @@ def _lines(path: Path, position: Callable[[Any], P]) -> list[tuple[P, str]]:
 
 
 def _set_aside(path: Path, why: str) -> None:
-    """Rename a file. Raises: OSError."""
     names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
     aside = next(name for name in names if not name.exists())
     os.replace(path, aside)

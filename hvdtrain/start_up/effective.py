@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hvdtrain.config.keys import (
-    declared_keys,
-)
+from hvdtrain.config.keys import declared_keys
 from hvdtrain.config.value_text import value_text
 from hvdtrain.settings import SECTIONS, Settings
 

@@ -76,12 +76,6 @@ class EqualEpochs:
         return together(self._comm, as_begun, name="feeds_of_epoch")
 
 
-def begun_epoch(current: EpochProgress | None, ranks: int) -> BegunEpoch | None:
-    """The epoch in which training resumes, if it began on another number of ranks than now."""
-    before = None if current is None else current.made_from.get("ranks")
-    return None if current is None or before in (None, str(ranks)) else BegunEpoch(current.epoch, int(str(before)))
-
-
 OpenEpochs = Callable[[Settings, Communicator, Learner, Watchdog, ExitStack, BegunEpoch | None, bool], Epochs | None]
 
 EPOCHS: Registry[OpenEpochs] = Registry("epochs")
@@ -108,7 +102,10 @@ def open_epochs(
     Raises:
         ConfigError: the model asks for keys of epochs, and there is no plug-in for them.
     """
-    begun = begun_epoch(current, comm.size)
+    began_on = None if current is None else current.made_from.get("ranks")
+    begun = None
+    if current is not None and began_on not in (None, str(comm.size)):
+        begun = BegunEpoch(current.epoch, int(str(began_on)))
     if begun is not None and (line := begun.line(settings, comm.size)):
         log.warning(line)
     for open_changing in EPOCHS.values():

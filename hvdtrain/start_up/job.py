@@ -335,6 +335,8 @@ def build_learner(
     framework = FRAMEWORKS[settings.run.backend]
     if writer is None and settings.run.backend in SAVERS:
         writer = SAVERS[settings.run.backend](False)
+    extends = "learner extensions" in framework.features
+    extensions = [make(settings, comm) for make in LEARNER_EXTENSIONS.values()] if extends else []
     options = BuildOptions(
         rank=comm.rank,
         local_rank=comm.local_rank,
@@ -346,17 +348,12 @@ def build_learner(
         model_format=settings.saving.checkpoint_format or framework.suffix,
         saver=writer,
         position=position,
-        extensions=_learner_extensions(settings, comm) if "learner extensions" in framework.features else (),
+        extensions=[extend for extend in extensions if extend is not None],
         scoring=SCORING if SCORINGS.last is None else SCORINGS.last(settings),
     )
     learner = framework.build(settings.learner, gradient_exchange, options)
     learner.scoring = options.scoring
     return learner
-
-
-def _learner_extensions(settings: Settings, comm: Communicator) -> list[Extend]:
-    made = [extension(settings, comm) for extension in LEARNER_EXTENSIONS.values()]
-    return [extend for extend in made if extend is not None]
 
 
 def check_keys(settings: Settings, purpose: Purpose, comm: Communicator) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.learner.base import Learner
-from hvdtrain.learner.frameworks import check_elastic
+from hvdtrain.plugins.horovod.launcher import check_elastic
 
 
 def test_elastic_horovod_is_refused_for_tensorflow_with_the_reason() -> None:

@@ -14,18 +14,10 @@ from hvdtrain.data.types import Batch
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import TRAIN
 from hvdtrain.learner.epoch_scores import with_statistics
-from hvdtrain.learner.meter import (
-    BatchOutputs,
-    check_marked_losses,
-    check_marked_outputs,
-)
+from hvdtrain.learner.meter import BatchOutputs, check_marked_losses, check_marked_outputs
 from hvdtrain.learner.torch.assembly import Metric, Watch
 from hvdtrain.learner.torch.device import Autocast
-from hvdtrain.learner.torch.tensors import (
-    array_of,
-    extern_data_of,
-    means_of_items,
-)
+from hvdtrain.learner.torch.tensors import array_of, extern_data_of, means_of_items
 
 AS_FLOAT64 = partial(torch.as_tensor, dtype=torch.float64)
 

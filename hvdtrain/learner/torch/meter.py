@@ -6,18 +6,10 @@ from itertools import chain
 
 import torch
 
-from hvdtrain.learner.meter import (
-    MAX_PENDING,
-    Meter,
-    Transfer,
-)
+from hvdtrain.learner.meter import MAX_PENDING, Meter, Transfer
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.torch.assembly import Splitter
-from hvdtrain.learner.torch.device import (
-    AsyncCopy,
-    CudaClock,
-    peak_memory,
-)
+from hvdtrain.learner.torch.device import AsyncCopy, CudaClock, peak_memory
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.learner.torch.update import Update
 from hvdtrain.runtime.timer import CpuClock

@@ -89,7 +89,6 @@ def _custom_groups(
 
 
 def _ids_without_decay(model: torch.nn.Module, rule: DecayRule, chosen: set[int]) -> set[int]:
-    """The ids of the chosen parameters that do not decay."""
     decayed: dict[int, bool] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(path, recurse=False):

@@ -157,7 +157,6 @@ class TorchState(StateBase):
         return replace(contents, model={**contents.model, **aliases}, optimizer={**contents.optimizer, NAMES: stored_names})
 
     def _saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors that a model's file has, by name."""
         return shapes_of({name: tensor for name, tensor in self.model_tensors().items() if isinstance(tensor, torch.Tensor)})
 
     def _tell_changes(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from hvdtrain.comm import this_process
 from hvdtrain.comm.launchers import Horovodrun, Launcher
-from hvdtrain.errors import TO_BE_CONTINUED, Outcome
+from hvdtrain.errors import TO_BE_CONTINUED, LaunchError, Outcome
 from hvdtrain.plugins.horovod import elastic
 
 
@@ -19,6 +20,13 @@ class ElasticHorovodrun(Horovodrun):
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Launcher | None:
         return super().detect(environ) if environ.get("HOROVOD_ELASTIC") == "1" else None
+
+    @classmethod
+    def start(cls, settings: Any, arguments: Sequence[str], folder: str) -> int | None:
+        """Nothing: the driver has started this process, if it is a rank."""
+        if isinstance(this_process.launcher(), cls):
+            check_elastic(settings.run.backend)
+        return None
 
     @property
     def restarts(self) -> Literal["never", "all ranks", "lost ranks"]:
@@ -44,3 +52,15 @@ class ElasticHorovodrun(Horovodrun):
             elastic.start_again(self._environ, after_stop=True)
         else:
             self.on_failure(outcome, message)
+
+
+def check_elastic(backend: str) -> None:
+    """Raises: LaunchError, if the framework's ranks cannot continue under Horovod's elastic driver."""
+    from hvdtrain.learner.frameworks import FRAMEWORKS, backends_with  # here, as every command imports this file
+
+    if "elastic Horovod" not in FRAMEWORKS[backend].features:
+        raise LaunchError(
+            f"horovodrun --min-np: expected backend {backends_with('elastic Horovod')}, got {backend!r}, whose ranks start too "
+            "late for Horovod to reconnect them reliably (leave out --min-np and --host-discovery-script; the same command "
+            "continues after a failure)"
+        ).on_all_ranks()

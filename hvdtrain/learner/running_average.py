@@ -64,14 +64,6 @@ class RunningSums:
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedCheckpoint(f"{file}: expected the sums of a running average, got others: {error!r}") from None
 
-    def mean_since(self, before: RunningSums | None) -> dict[str, Array]:
-        """The mean over the updates after an earlier checkpoint; None: over all. Raises: ValueError, if there are none."""
-        earlier = before.sums if before is not None else {}
-        count = self.samples - (before.samples if before is not None else 0)
-        if count <= 0:
-            raise ValueError(f"{count} samples")
-        return {name: (total - earlier[name] if name in earlier else total) / count for name, total in self.sums.items()}
-
 
 class RunningAverage:
     """Adds the trained parameters to the sums after every N-th update.

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -169,7 +168,7 @@ def open_log(
     Raises:
         ConfigError: a file is not writable.
     """
-    program = None if process.prints_log else ToProgram()
+    program = None if process.log_handler is None else process.log_handler()
     LOGGER.propagate = False
     for old in list(LOGGER.handlers):
         LOGGER.removeHandler(old)
@@ -191,32 +190,6 @@ def open_log(
         handler.setLevel(LEVELS[verbosity])
         handler.setFormatter(logging.Formatter("%(message)s"))
         LOGGER.addHandler(handler)
-
-
-TO_PROGRAM = {LEVELS[1]: logging.INFO}
-"""The level that a program's handlers get, by level of the record: scores come first in `log_verbosity`, but are no errors."""
-
-
-class ToProgram(logging.Handler):
-    """Passes records on to the handlers that the logger `hvdtrain` and its parents have when this is constructed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._handlers = list(LOGGER.handlers)
-        self._above = LOGGER.parent if LOGGER.propagate else None
-        self._least = LOGGER.getEffectiveLevel()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        record = copy(record)
-        record.levelno = TO_PROGRAM.get(record.levelno, record.levelno)
-        record.levelname = logging.getLevelName(record.levelno)
-        if record.levelno < self._least:
-            return
-        for handler in self._handlers:
-            if record.levelno >= handler.level:
-                handler.handle(record)
-        if self._above is not None:
-            self._above.callHandlers(record)
 
 
 class LogFile(logging.FileHandler):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -12,12 +14,17 @@ class Process:
     Attributes:
         is_own: the process exists for this job only: its stacks are printed when it crashes, and it exits if it hangs.
         handles_signals: SIGTERM, SIGUSR1 and Ctrl-C stop a training with a checkpoint; else the program handles them.
-        prints_log: the log goes to stdout; else to the handlers of the program's `logging`.
+        log_handler: makes what the log goes to in place of stdout; None: it goes to stdout.
     """
 
     is_own: bool = True
     handles_signals: bool = True
-    prints_log: bool = True
+    log_handler: Callable[[], logging.Handler] | None = None
+
+    @property
+    def prints_log(self) -> bool:
+        """Whether the log goes to stdout."""
+        return self.log_handler is None
 
 
 OWN = Process()

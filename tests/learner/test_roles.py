@@ -21,6 +21,7 @@ from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
 from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.state_base import StateBase
+from hvdtrain.plugins.average.averages import mean_since
 from hvdtrain.plugins.average.means import mean_of_files
 from hvdtrain.runtime.timer import Timer
 
@@ -181,7 +182,7 @@ def test_averages_over_time_are_wider_than_what_they_average(framework: str, tmp
     train_alone(made, 1.0)
     for _ in range(299):
         made.average_weights(1)
-    mean = made.running.state.mean_since(None)
+    mean = mean_since(None, made.running.state)
     assert mean["narrow"] == [1.5]
     assert mean["complex"] == [1 + 3j]
     first = arrays(made)

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.data.types import Array
 from hvdtrain.disk.atomic import atomically
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import BASE
@@ -75,9 +76,18 @@ def _running_mean(before: Checkpoint | None, end: Checkpoint, framework: Framewo
             "the training began anew, after that)"
         )
     try:
-        return with_parameters(end.model_file, sums.mean_since(earlier), framework)
+        return with_parameters(end.model_file, mean_since(earlier, sums), framework)
     except ValueError as error:
         raise CheckpointError(f"{end.running_file}: expected updates {where}, got {error} (a smaller running_average)") from None
+
+
+def mean_since(before: RunningSums | None, end: RunningSums) -> dict[str, Array]:
+    """The mean over the updates after an earlier checkpoint; None: over all. Raises: ValueError, if there are none."""
+    earlier = before.sums if before is not None else {}
+    count = end.samples - (before.samples if before is not None else 0)
+    if count <= 0:
+        raise ValueError(f"{count} samples")
+    return {name: (total - earlier[name] if name in earlier else total) / count for name, total in end.sums.items()}
 
 
 def _read_sums(checkpoint: Checkpoint) -> tuple[RunningSums, dict[str, Any]]:

@@ -31,6 +31,7 @@ from hvdtrain.config.source import Config
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.local_ranks.start import places, restart_rule
+from hvdtrain.plugins.programs.log import ToProgram
 from hvdtrain.plugins.programs.restored import programs_log, separate_imports
 from hvdtrain.plugins.programs.result import Best as Best
 from hvdtrain.plugins.programs.result import Result as Result
@@ -153,7 +154,7 @@ class _Job:
             settings = read_settings(configs, self.keys, CALL)
             wanted = _ranks_to_start(settings, self.ranks)
             if not wanted:
-                process = Process(is_own=False, handles_signals=self.handles_signals, prints_log=False)
+                process = Process(is_own=False, handles_signals=self.handles_signals, log_handler=ToProgram)
                 return _run_in_process(replace(settings, process=process))
             self._check_importable(configs)
             arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
@@ -181,7 +182,7 @@ class _Job:
 
 def _on_rank(configs: Sequence[Config], keys: Mapping[str, Any]) -> Any:
     """The function that each started rank runs; returns a picklable value."""
-    settings = replace(read_settings(configs, keys, CALL), process=Process(prints_log=False))
+    settings = replace(read_settings(configs, keys, CALL), process=Process(log_handler=ToProgram))
     result = _run_in_process(settings)
     return {name: value for name, value in result.items() if name != "model"} if settings.run.task == "train" else result
 
@@ -254,7 +255,7 @@ def _reload(configs: Sequence[Config], keys: Mapping[str, Any], checkpoint: Path
 def _load(settings: Settings, checkpoint: Path) -> Any:
     settings = replace(
         settings,
-        process=Process(is_own=False, handles_signals=False, prints_log=False),
+        process=Process(is_own=False, handles_signals=False, log_handler=ToProgram),
         start=replace(settings.start, load=str(checkpoint), load_epoch=None),
         log=replace(settings.log, log=None, log_verbosity=settings.log.targets["stdout"]),
         reduce=replace(settings.reduce, use_horovod=False, horovod_timeline=None),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -252,7 +253,8 @@ def launchers() -> Mapping[str, type[Launcher]]:
     """The launchers by any name, those of plug-ins, too; `SingleProcess` is none."""
     from hvdtrain.config.plugins import Registry  # here, as every config imports this file
 
-    return Registry("launchers", {"horovodrun": Horovodrun, "torchrun": Torchrun, "mpirun": Mpirun, "srun": Srun})
+    # A dict: a config may ask for the rank in every step.
+    return dict(Registry("launchers", {"horovodrun": Horovodrun, "torchrun": Torchrun, "mpirun": Mpirun, "srun": Srun}))
 
 
 def launcher_of(environ: Mapping[str, str]) -> Launcher:
@@ -262,7 +264,7 @@ def launcher_of(environ: Mapping[str, str]) -> Launcher:
 
 def _detected(environ: Mapping[str, str]) -> list[Launcher]:
     """All whose variables are there, the innermost first, then `SingleProcess`."""
-    kinds = sorted(launchers().values(), key=lambda kind: kind.depth, reverse=True)
+    kinds = sorted(launchers().values(), key=attrgetter("depth"), reverse=True)
     detected = [launcher for kind in kinds if (launcher := kind.detect(environ)) is not None]
     return [*detected, SingleProcess.detect(environ)]
 

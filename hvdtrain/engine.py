@@ -121,7 +121,7 @@ class Engine:
             self._train_epoch(epoch)
         if number == 1:
             check_elements(current.scores)
-            warn_of_means(current.scores.counts(), current.position, self._train.num_sequences(epoch.plan))
+            warn_of_means(current.scores.counts(), current.position, self._train.sequences_among(epoch.plan.order))
             note_missing_parts(self._train, current.scores.counts())
         loss_scales = current.scores.scales() or dict(minimized_in(self._progress.history))
         scores = self._score_epoch(current, loss_scales)

@@ -335,7 +335,6 @@ class CheckpointFolder:
             self._mirror.remove(file.name)
 
     def _names_here(self) -> list[str]:
-        """The names of all files on the disk."""
         return [path.name for path in self._files()]
 
     def _names(self) -> list[str]:

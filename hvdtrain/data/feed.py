@@ -77,7 +77,6 @@ class Feed:
 
     @property
     def _ranks(self) -> int:
-        """The number of ranks that its batches are made for."""
         return self.made_for or self.size
 
     def check_files(self) -> None:
@@ -95,7 +94,6 @@ class Feed:
         return self._batch_lengths(self.dataset.at_epoch(epoch).lengths if self.chunks is None else self.chunks.lengths)
 
     def _batch_lengths(self, lengths: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Lengths without the data keys that batches leave out."""
         return {name: lengths[name] for name in self.frame_keys} if self.batch_keys.frame_batches else lengths
 
     @property
@@ -175,10 +173,6 @@ class Feed:
             return dataset.lengths
         first = epoch - part_of(keys, epoch)
         return None if first == epoch else self._batch_lengths(dataset.at_epoch(first).lengths)
-
-    def num_sequences(self, plan: Plan) -> int:
-        """The number of sequences in a plan, whether they are cut into chunks or not."""
-        return self.sequences_among(plan.order)
 
     def sequences_among(self, indices: Array) -> int:
         """The number of sequences among indices of a plan; if sequences are cut, the number of first chunks, or pieces."""

@@ -206,7 +206,6 @@ def frame_places(starts: Array, lengths: Array, step: int = 1) -> Array:
 
 
 def _take_frames(array: Array, places: Array) -> Array:
-    """The frames at some positions."""
     if not len(array):
         return numpy.zeros((*places.shape, *array.shape[1:]), array.dtype)
     # HDF5 does not align data, and `take` would copy an unaligned array as a whole first.

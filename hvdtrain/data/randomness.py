@@ -172,7 +172,6 @@ def seeded_config(seed: int, on_draw: Callable[[], object]) -> Iterator[None]:
 
 
 def _torch_has_drawn(seed: int) -> bool:
-    """Whether somebody has drawn from PyTorch's generator since it was seeded."""
     generator = torch_generator()
     if generator is None:
         return False

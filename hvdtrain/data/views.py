@@ -222,7 +222,6 @@ class OneAtATime(View):
         self._lock = threading.RLock()
 
     def _acquire(self) -> None:
-        """Wait until no other thread reads."""
         if self._lock.acquire(blocking=False):
             return
         if threading.current_thread() is threading.main_thread():

@@ -194,7 +194,6 @@ def error_key(
 
 
 def _minimized_score(names: Sequence[str], losses: Mapping[str, float]) -> str | None:
-    """The score of the minimized loss, or of the sum of several."""
     datasets = {name.partition("_loss_")[0] for name in names if "_loss_" in name}
     for dataset in sorted(datasets, key=lambda dataset: (dataset != "dev", dataset == "train", dataset)):
         parts = [f"{dataset}_loss_{name}" for name in losses if f"{dataset}_loss_{name}" in names]

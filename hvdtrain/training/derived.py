@@ -49,7 +49,6 @@ def framework_problems(built: Mapping[type, Any]) -> list[Problem]:
     if None in (learner, reduce, run, started):
         return []
     problems = unsupported_keys([section for section in built.values() if section is not None], run.backend)
-    features = FRAMEWORKS[run.backend].features
     saving = built[SavingKeys]
     framework = FRAMEWORKS[run.backend]
     formats = (None, framework.model_suffix) if framework.model_suffix else (None, framework.suffix, SAFETENSORS)
@@ -60,13 +59,13 @@ def framework_problems(built: Mapping[type, Any]) -> list[Problem]:
             f"checkpoint_format: expected {wanted} with backend {run.backend!r}, got {saving.checkpoint_format!r}",
         )
     compression = COMPRESSIONS.get(reduce.compression or "")
-    if compression is not None and compression.narrow is None and "computed compression" not in features:
+    if compression is not None and compression.narrow is None and "computed compression" not in framework.features:
         wanted = _with_feature("computed compression")
         problems += problem(
             "needs-backend", f"horovod_compression: expected {wanted} for {reduce.compression!r}, got {run.backend!r}"
         )
     by_launcher = started.ask_for_torch and reduce.torch_distributed is None and not reduce.use_horovod
-    if by_launcher and "torch.distributed" not in features:
+    if by_launcher and "torch.distributed" not in framework.features:
         wanted = _with_feature("torch.distributed")
         problems += problem(
             "needs-backend", f"torch_distributed: expected {wanted}, got {run.backend!r} (use_horovod connects it)"
@@ -79,7 +78,6 @@ def _with_feature(feature: Feature) -> str:
 
 
 def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ...], list[Problem]]:
-    """The datasets that are given, train first."""
     keys, reduce = sections.get(DataKeys), sections.get(ReduceKeys)
     if keys is None:
         return (), []
@@ -97,7 +95,6 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
 
 
 def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[Problem]:
-    """Problems with what reading remote data files needs."""
     parts = [part for spec in specs for part in spec.all()]
     urls = {part.name: remote for part in parts if (remote := list(filter(is_remote, part.files)))}
     if not urls:

@@ -188,7 +188,7 @@ def test_a_broken_sequence_that_a_mix_draws_several_times_counts_once(keys: dict
     limited = BrokenSequences("train", 1)
     feed = Feed("train", dataset, OrderKeys(seq_ordering="random"), BatchKeys(**keys), 0, 1, broken=limited)
     plan = feed.plan(1)
-    assert feed.num_sequences(plan) == 4 * 6  # three times all of the second dataset
+    assert feed.sequences_among(plan.order) == 4 * 6  # three times all of the second dataset
     account = Account(feed, plan)
     with feed.read(feed.rank_batches(plan), 1) as batches:
         found = list(batches)

@@ -80,7 +80,7 @@ def test_every_frame_is_read_once_under_chunks_and_balance(tmp_path: Path, corpu
         for frame in row[:length].tolist()
     ]
     assert len(frames) == len(set(frames)) == int(train.dataset.lengths["data"].sum())
-    assert train.num_sequences(made) == 231
+    assert train.sequences_among(made.order) == 231
     assert made.padding(train.lengths)["id"] == 0.0
 
 

@@ -174,7 +174,6 @@ class ItemsDataset(IndexedDataset):
         return {key: as_lengths(self._where, by_key[key], len(self._items), f" of {key!r}") for key in first}
 
     def _measure(self, number: int) -> tuple[dict[str, int], dict[str, int]]:
-        """As `Measure`."""
         arrays = self._arrays(number)[1]
         classes = {key: int(arrays[key].max()) for key in self._sparse if len(arrays[key])}
         return {key: len(values) for key, values in arrays.items()}, classes

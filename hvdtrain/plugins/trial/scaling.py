@@ -146,7 +146,7 @@ def _work(settings: Settings, feed: Feed, plan: Plan, ranks: int) -> Work:
     keys = settings.batch
     if keys.batch_size_total is not None or keys.max_seqs_total is not None:
         plan = replace(feed, batch_keys=keys.per_rank(ranks).training_keys()).plan(1)
-    return Work(_costs(feed, plan), feed.num_sequences(plan))
+    return Work(_costs(feed, plan), feed.sequences_among(plan.order))
 
 
 def spread(costs: Array, count: int) -> list[int]:

@@ -191,7 +191,7 @@ def test_counts_and_padding_are_those_of_frames() -> None:
     for columns in (made.padded(lengths), made.longest(lengths)):
         assert {name: column.tolist() for name, column in columns.items()} == dict.fromkeys(lengths, frames.tolist())
     assert made.num_frames(lengths["data"], 2, 5) == 24
-    assert one.num_sequences(made) == int((LENGTHS > 0).sum())
+    assert one.sequences_among(made.order) == int((LENGTHS > 0).sum())
     assert made.with_batches(numpy.array([7, 0, 0])).padded(lengths)["data"].tolist() == [1, 8, 8]
     assert (4, "train: batches of frames: sequences are joined and cut at batch_size") in feed_lines(one)
     assert not any("each makes a batch by itself" in line for _, line in feed_lines(one))

@@ -128,7 +128,7 @@ def test_batches_hold_the_frames_of_the_chunks(size: int) -> None:
     for rank in range(size):
         one = feed(dataset, OrderKeys(seq_ordering="random"), BatchKeys(max_seqs=3), ChunkKeys(chunking="4:3"), rank, size)
         made = one.plan(2)
-        assert one.num_sequences(made) == 12
+        assert one.sequences_among(made.order) == 12
         with one.read(one.rank_batches(made), 2) as batches:
             for batch in batches:
                 for row, owner in enumerate(batch.indices.tolist()):
@@ -180,7 +180,7 @@ def test_sequences_without_a_chunk_are_left_out_and_repeated_ones_counted() -> N
     dataset = Numbers({"data": LENGTHS})
     keys = ChunkKeys(chunking=4, min_chunk_size=4, chunking_tail="drop_short")
     one = feed(dataset, OrderKeys(repeat_epoch=2), BatchKeys(max_seqs=4), keys)
-    assert one.num_sequences(one.plan(1)) == 2 * int((LENGTHS >= 4).sum())
+    assert one.sequences_among(one.plan(1).order) == 2 * int((LENGTHS >= 4).sum())
     dataset.lengths = {"data": numpy.array([3, 2])}
     one = feed(dataset, OrderKeys(), BatchKeys(max_seqs=4), keys)
     with pytest.raises(DataError, match="epoch 1: expected at least one of its 2 sequences to be left"):

@@ -141,9 +141,13 @@ def key(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@cache  # evaluating annotations is slow
 def declared_keys(section: type) -> tuple[Key, ...]:
     """The keys that a section class declares, in the order of declaration."""
+    return _declared_keys(section)  # which callers cannot call themselves: to mypy, a class of sections is not hashable
+
+
+@cache  # evaluating annotations is slow
+def _declared_keys(section: type) -> tuple[Key, ...]:
     hints = get_type_hints(section)
     keys = []
     for field in dataclasses.fields(section):

@@ -114,7 +114,7 @@ def drawn(keys: list[Key], numbers: random.Random) -> tuple[str, str]:
 def test_random_values_are_refused_by_the_name_of_their_key_or_trained(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text(CONFIG)
     assert hvdtrain(tmp_path / "config.py", {"model": tmp_path / "first" / "model"}).status == 0  # imports what all children need
-    keys = [key for key in all_keys() if key.name not in APART]
+    keys = [key for key in all_keys() if key.name not in APART and "." not in key.name]
     assert len(keys) > 80
     for number in range(cases(30)):
         numbers = generator("values of keys", number)

@@ -37,7 +37,7 @@ def train_step(*, model, extern_data, **_):
 
 def forward_step(*, model, extern_data, **_):
     data = extern_data["data"]
-    hvdtrain.get_run_ctx().mark_as_output(model(data.raw_tensor), "output")
+    hvdtrain.get_run_ctx().mark_as_output(model(data.raw_tensor), "output", seq_lens=data.seq_lens)
 """
 
 IN_MAP_SEQ = """

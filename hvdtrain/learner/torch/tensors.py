@@ -129,15 +129,10 @@ def _data_of(padded: Padded) -> Data:
     values: Any = padded.values
     if kind != "O":
         values = torch.from_numpy(widen(values) if kind == "u" else values)
-    return _class_of(padded)(values, seq_lens, seq_lens)
-
-
-def _class_of(padded: Padded) -> type:
     name = type(padded).__name__
-    try:
-        return TENSORS[name]
-    except KeyError:
-        raise ConfigError.of("missing-package", f"packed: expected False, got True{absent(name)}") from None
+    if name not in TENSORS:
+        raise ConfigError.of("missing-package", f"packed: expected False, got True{absent(name)}")
+    return TENSORS[name](values, seq_lens, seq_lens)
 
 
 def with_parts(losses: Mapping[str, Loss], batch: Batch) -> dict[str, Loss]:

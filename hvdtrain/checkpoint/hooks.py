@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # plug-ins import this file for their keys, which `--help` lists: numpy would make it slower
@@ -20,6 +20,10 @@ LoadConstants = Callable[["PreloadFunction"], list[str]]
 
 Age = tuple[int, float]
 """That of a checkpoint or a record: later ones compare larger."""
+
+
+Needed = Callable[[Sequence[int]], Mapping[int, list[str]]]
+"""Of epochs that have a model, those whose models some plug-in needs, with the reasons."""
 
 
 class DiskProtocol(Protocol):
@@ -95,12 +99,13 @@ class CheckpointHooks:
         """Of epochs that have a model, in order, those whose models are still needed, with the reasons."""
         return {}
 
-    def clean_up(self, checkpoints: CheckpointFolder, history: Sequence[EpochRecord], needed: dict[int, list[str]]) -> None:
-        """On rank 0, after the model of an epoch is written: remove models that are no longer wanted.
+    def clean_up(self, checkpoints: CheckpointFolder, history: Sequence[EpochRecord], needed: Needed) -> bool:
+        """On rank 0, after the model of an epoch is written: remove models that are no longer wanted. Returns whether it did.
 
         Args:
-            needed: the epochs whose models some plug-in needs, with the reasons.
+            needed: as `needed_epochs`, of all plug-ins.
         """
+        return False
 
 
 def needed_epochs(

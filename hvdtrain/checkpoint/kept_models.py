@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from math import inf
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
@@ -55,11 +56,10 @@ class KeptModels:
     def after_epoch(self, progress: Progress) -> None:
         """Update best.json and remove models, once that of an epoch is written."""
         self.note_best(progress)  # before the model that best.json names may be removed
-        epochs = self._checkpoints.finished_epochs() if self._hooks else []
-        needed = needed_epochs(self._hooks, epochs, progress.history)
-        for hooks in self._hooks:
-            hooks.clean_up(self._checkpoints, progress.history, needed)
-        self.note_best(progress)
+        needed = partial(needed_epochs, self._hooks, history=progress.history)
+        removals = [hooks.clean_up(self._checkpoints, progress.history, needed) for hooks in self._hooks]
+        if any(removals):
+            self.note_best(progress)
 
     def note_best(self, progress: Progress) -> None:
         """Update best.json."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
-from hvdtrain.checkpoint.hooks import CheckpointHooks
+from hvdtrain.checkpoint.hooks import CheckpointHooks, Needed
 from hvdtrain.plugins.cleanup.keys import OldModelsKeys
 from hvdtrain.plugins.cleanup.rule import PATTERN, CleanupRule, parse_rule
 from hvdtrain.runtime import log
@@ -25,16 +25,16 @@ class Cleanup(CheckpointHooks):
     def __init__(self, rule: CleanupRule) -> None:
         self._rule = rule
 
-    def clean_up(self, checkpoints: CheckpointFolder, history: Sequence[EpochRecord], needed: Mapping[int, list[str]]) -> None:
+    def clean_up(self, checkpoints: CheckpointFolder, history: Sequence[EpochRecord], needed: Needed) -> bool:
         rule = self._rule
         epochs = checkpoints.finished_epochs()
         reasons_to_keep = rule.epochs_to_keep(epochs, {record.epoch: record.comparable for record in history})
-        for epoch, reasons in needed.items():
+        for epoch, reasons in needed(epochs).items():
             reasons_to_keep[epoch] = [*reasons_to_keep.get(epoch, []), *reasons]
         reasons_to_keep = dict(sorted(reasons_to_keep.items()))
         removed = [epoch for epoch in epochs if epoch not in reasons_to_keep]
         if not removed:
-            return
+            return False
         log.info(f"We have stored models for epochs {_shorten(epochs)} and keep epochs {list(reasons_to_keep)}.")
         reasons = [f"{epoch}: {', '.join(why)}" for epoch, why in reasons_to_keep.items()]
         log.info(f"Why they are kept: {'; '.join(reasons)}.")
@@ -42,6 +42,7 @@ class Cleanup(CheckpointHooks):
             log.info("The pattern is the default of `keep`; cleanup_old_models = {..., 'keep': []} keeps no others.")
         log.info(f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
+        return True
 
 
 def _shorten(epochs: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.checkpoint.hooks import needed_epochs
@@ -36,12 +37,11 @@ def clean_up_all(settings: Settings) -> None:
             history = _history(records_of(prefix) / "scores.jsonl")
             if rule.keep_best_n and (problems := wrong_directions(history, {}, ["cleanup_old_models"], higher, settings.origins)):
                 raise ConfigError(problems)
-            before = checkpoints.finished_epochs()
-            needed = needed_epochs(checkpoint_hooks_of(settings), before, history)
-            Cleanup(rule).clean_up(checkpoints, history, needed)
+            needed = partial(needed_epochs, checkpoint_hooks_of(settings), history=history)
+            has_removed = Cleanup(rule).clean_up(checkpoints, history, needed)
             BestModel(checkpoints, settings.measure).update(history)
-            if checkpoints.finished_epochs() == before:
-                log.info(f"{prefix}: of {len(before)} models, none is to be deleted.")
+            if not has_removed:
+                log.info(f"{prefix}: of {len(checkpoints.finished_epochs())} models, none is to be deleted.")
 
         on_rank_zero(comm, remove, name="clean_up")
 

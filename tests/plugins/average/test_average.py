@@ -1,6 +1,7 @@
 """Averages of checkpoints: equal to numpy's mean in float64, in every format, and made at the end of a training."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_cleanup_keeps_what_averages_need(tmp_path: Path) -> None:
     cleanup = Cleanup(CleanupRule(keep_last_n=1, keep_best_n=0, keep=[]))
 
     def clean_up(averages: Averages) -> None:
-        cleanup.clean_up(folder, history, needed_epochs([averages], folder.finished_epochs(), history))
+        cleanup.clean_up(folder, history, partial(needed_epochs, [averages], history=history))
 
     clean_up(Averages([make_rule("best", 3), make_rule("epochs", "7")], Measure(["dev_loss_ce"])))
     assert folder.finished_epochs() == [2, 3, 4, 7, 8]

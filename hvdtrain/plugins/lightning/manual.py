@@ -14,7 +14,7 @@ from hvdtrain.plugins.lightning.arguments import KEY as ARGUMENTS
 from hvdtrain.plugins.lightning.given import Given
 from hvdtrain.plugins.lightning.hooks import Hooks
 
-KEYS = ("accum_grad_multiple_step", "gradient_clip", "gradient_clip_global_norm", "sharded")
+KEYS = ("accum_grad_multiple_step", "gradient_clip", "gradient_clip_global_norm")
 """Those that change updates of hvdtrain's."""
 
 
@@ -37,6 +37,7 @@ class Manual:
 
     def __init__(self, given: Given, hooks: Hooks, trainer: Any, optimizers: Sequence[Any]) -> None:
         unfit = [name for name in KEYS if given.values.get(name) not in (None, False, 1)]
+        unfit += ["torch_distributed.sharded"] if (given.values.get("torch_distributed") or {}).get("sharded") else []
         unfit += ["mixed_precision"] if given.values.get("mixed_precision") == "float16" else []
         unfit += ["max_steps"] if (given.values.get(ARGUMENTS) or {}).get("max_steps", -1) not in (None, -1) else []
         if unfit:

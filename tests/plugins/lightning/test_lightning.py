@@ -334,6 +334,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             {"lightning_module": demos.ManualOptimBoringModel, "accum_grad_multiple_step": 2},
             "accum_grad_multiple_step: expected none with automatic_optimization = False",
         ),
+        (
+            {"lightning_module": demos.ManualOptimBoringModel, "torch_distributed": {"sharded": True}},
+            "torch_distributed.sharded: expected none with automatic_optimization = False",
+        ),
         ({"num_val_loaders": 2}, "expected 2 from val_dataloader, got 1"),
     ):
         with pytest.raises(ConfigError, match=expected):

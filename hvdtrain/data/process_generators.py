@@ -28,7 +28,7 @@ def seed_generators(seed: int) -> None:
             seeding(seed)
         return
     calls: list[Callable[[], Any]] = [*copies, *(partial(seeding, seed) for seeding in seedings), *copies]
-    # In one call, within which no other thread runs, as all that it calls is C: nobody draws between a copy and a seeding.
+    # In one call, within which no other thread runs, as all that it calls is C: no draw comes between a copy and a seeding.
     results = tuple(map(operator.call, calls))
     for look in tuple(_looks):
         look.note_seeding(results[: len(copies)], results[-len(copies) :])

@@ -80,7 +80,7 @@ class Spool:
 
 
 class PaddedOutputs:
-    """Notices outputs that are written with the padding of their batches, as nobody gave their numbers of frames."""
+    """Notices outputs that are written with the padding of their batches, as they have no numbers of frames."""
 
     def __init__(self) -> None:
         self._frames: dict[tuple[str, str], set[int]] | None = None

@@ -16,7 +16,7 @@ class Outputs(dict[str, Array]):
 
     Attributes:
         vectors: the names of outputs without a frame axis: features of the whole sequence, shape (features,).
-        uncut: the names of outputs whose numbers of frames nobody gave: a sequence has as many as all others of its batch.
+        uncut: the names of outputs without numbers of frames: a sequence has as many as all others of its batch.
     """
 
     def __init__(self, vectors: frozenset[str], uncut: frozenset[str] = frozenset()) -> None:

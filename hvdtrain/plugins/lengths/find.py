@@ -37,13 +37,8 @@ def find_lengths(
     scanning: Scanning,
     quickly: bool = False,
 ) -> FoundLengths:
-    """The lengths of all rows, unless they are kept already. Of several processes, one reads while the others wait.
-
-    Args:
-        where: the config key of the dataset.
-        fingerprint: returns a text that differs if the data does.
-        quickly: whether each process reads by itself what takes few seconds.
-    """
+    """As `find_lengths` in data/formats/found.py, unless they are kept already. Of several processes, one reads while the others
+    wait."""
     starts = [0, *range(min(FIRST, size), size, ROWS_AT_ONCE)]
     blocks = [range(start, end) for start, end in pairwise([*starts, size]) if start < end]
     count = partial(count_rows, list(keys), measure)

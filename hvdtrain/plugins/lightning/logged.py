@@ -76,9 +76,7 @@ class Logged:
         self._size = 0  # of the batch under way, or of the last one
         self._place = 0  # of its loader
         self._suffix = ""  # of names, where there are several loaders
-        self._of_step: dict[
-            str, tuple[Any, float]
-        ] = {}  # by the name of an error, the weighted sum of the values, and the weight
+        self._of_step: dict[str, tuple[Any, float]] = {}  # by the name of an error, the weighted sum and the weight
         self._at_end: dict[str, torch.Tensor] = {}  # what is known in the hooks at the end
         self._scores: dict[str, torch.Tensor] = {}  # what of it is no error of steps
         self._warned: set[str] = set()
@@ -111,9 +109,8 @@ class Logged:
         """
         hook = self._module._current_fx_name
         on_step, on_epoch = (False, True) if hook is None else self._defaults(hook, on_step=on_step, on_epoch=on_epoch)
-        is_at_end = str(hook).endswith(
-            "_epoch_end"
-        )  # metrics have the states of all ranks then, and what is logged is known at once
+        # Metrics have the states of all ranks then, and what is logged is known at once.
+        is_at_end = str(hook).endswith("_epoch_end")
         suffix = self._suffix if add_dataloader_idx else ""
         key = name + suffix
         of_epoch = f"{name}_epoch{suffix}" if on_step and on_epoch else key

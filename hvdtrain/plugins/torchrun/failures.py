@@ -47,16 +47,18 @@ def read(environ: Mapping[str, str]) -> Failure | None:
 
 
 def print_refusal(environ: Mapping[str, str], failure: Failure) -> None:
-    """Print why this attempt of torchrun ends at once, unless another rank of the host has printed it."""
+    """Print why this attempt of torchrun ends at once, unless another rank of the host prints it."""
     attempt = _attempt(environ)
-    if attempt is None or (attempt / "hvdtrain-reported").exists():
+    if attempt is None:
         return
+    try:
+        (attempt / "hvdtrain-reported").open("x").close()  # one rank creates it, and the ranks look at the same moment
+    except FileExistsError:
+        return
+    except OSError:
+        pass  # then every rank prints it
     sys.stderr.write(f"{failure.refusal}\n")
     sys.stderr.flush()
-    try:
-        (attempt / "hvdtrain-reported").touch()
-    except OSError:
-        pass  # then the other ranks print it, too
 
 
 def _path(environ: Mapping[str, str]) -> Path | None:

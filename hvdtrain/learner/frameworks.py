@@ -5,7 +5,7 @@ The folder has `learner.py` with `build_learner(keys, gradient_exchange, options
 and `preserve_state`, and `inspect.py` with `profiler(on_gpu)`. If devices and threads have to be chosen before the first
 computation, `learner.py` also has `prepare(device, local_rank, threads)`. Where `get_model` is a function, `model_file.py` has
 `read_progress(path)`, which returns the plain values in a model's file; for averages of checkpoints, it has `read_model(path)`,
-`write_model(path, model, progress, model_format)`, `widen`, `narrow` and `place_of` (`averaging.py`). A
+`write_model(path, model, progress, model_format)`, `widen`, `narrow` and `place_of` (`learner/averaging.py`). A
 folder is imported on first use, as importing a framework takes seconds.
 """
 

@@ -1,6 +1,6 @@
 """Means of the models in several files. Sums are formed in float64.
 
-The framework's `model_file.py` reads and writes the files, so the code here sees numpy arrays.
+`model_file.py` in the framework's folder reads and writes the files, so the code here sees numpy arrays.
 """
 
 from __future__ import annotations

@@ -98,9 +98,8 @@ class CopyFolder:
         size, version = source.size_and_version()
         name = copy_name(source, size, version)
         with self._folder_errors():
-            os.write(
-                _require_open(self._process_file), os.fsencode(f"{name}\0")
-            )  # first of all: from now on no process removes it
+            # First of all: from now on, no other process removes it.
+            os.write(_require_open(self._process_file), os.fsencode(f"{name}\0"))
             while True:
                 with self._hold_lock():
                     if (self._folder / name).exists():
@@ -231,7 +230,6 @@ class Copies:
         not_copied: by path of a file (or 'all files'), why it is read from its original path.
     """
 
-    folder: str = ""
     places: dict[str, str] = field(default_factory=dict)
     num_new: int = 0
     new_size: int = 0

@@ -169,7 +169,7 @@ def _wait(
 
     Args:
         prefix: of the files with which ranks report that their work is done (otherwise, status 0 is a failure) and leave checks.
-        report, while_waiting: as of `run`.
+        report, while_waiting: as of `launch`.
         on_failure: called with the time of the first failure, of the monotonic clock.
     """
     kills_before = oom_kills()

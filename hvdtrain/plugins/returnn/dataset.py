@@ -1,5 +1,5 @@
 """RETURNN's datasets as a source of sequences, to convert with hvdtrain dump as they come, or to train on in
-RETURNN's order (see streamed.py).
+RETURNN's order (`plugins/streams/streamed.py`).
 """
 
 from __future__ import annotations

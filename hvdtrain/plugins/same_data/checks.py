@@ -20,7 +20,7 @@ from hvdtrain.start_up.data import DataCheck
 def compare_with_checkpoint(settings: Settings, comm: Communicator, progress: Progress, feeds: Sequence[Feed]) -> None:
     """Collective. Compare the data with that of the checkpoint which the progress is of, and note what is there now.
 
-    Between epochs, other data is noted in the log; a checkpoint of before has nothing to compare with.
+    Between epochs, other data is noted in the log; an older checkpoint may have nothing to compare with.
 
     Raises:
         CheckpointError: training would continue within an epoch, and train is not what the epoch began with.

@@ -32,7 +32,7 @@ Identity = dict[str, Any]
     files       of each its path, its size in bytes, and the time of its last modification in nanoseconds
     lengths     by data key, a checksum for every file
     tags        of some blocks: the index of the first sequence, that after the last one, and a checksum
-    values      in checkpoints of before: of some sequences, the index and a checksum of all values
+    values      in older checkpoints: of some sequences, the index and a checksum of all values
     samples     by data key, of some sequences the index and what `_numbers` returns
 """
 
@@ -324,7 +324,7 @@ def _read(part: DatasetPart, indices: Sequence[int], times: int = 1) -> tuple[di
 
 
 def _checksum(dataset: Dataset, index: int, keys: Iterable[str]) -> int:
-    """That of both ends of a sequence, as checkpoints of before have it."""
+    """The checksum of both ends of a sequence, as older checkpoints have it."""
     try:
         with own_numbers(0):
             return _checksum_of(dataset.sequence(index), keys)

@@ -47,6 +47,12 @@ def test_every_file_and_make_target_that_a_document_names_exists(document: Path)
         assert not heading or heading in headings(linked), f"{path}#{heading}"
     for path in re.findall(r"(?<!\w/)\b((?:hvdtrain|configs|tools|tests|demos|benchmarks|docs)/[\w/.-]+\.(?:py|md|sh))\b", text):
         assert (ROOT / path).exists(), path
+    folders = "|".join(path.name for path in (ROOT / "hvdtrain").iterdir() if path.is_dir())
+    for path in re.findall(rf"(?<![\w/])((?:{folders})/[\w/]+\.py)\b", text if document.name != "CHANGELOG.md" else ""):
+        assert (ROOT / "hvdtrain" / path).exists(), path
+    for name, path in re.findall(r"`(\w+)`\s(?:in\s|\()`([\w/]+\.py)`", text):
+        named = [folder / path for folder in (ROOT, ROOT / "hvdtrain") if (folder / path).exists()]
+        assert not named or re.search(rf"\b{name}\b", named[0].read_text()), f"{name} in {path}"
 
 
 def headings(document: Path) -> set[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.foreign import ALIASES, TRANSLATIONS
 from hvdtrain.config.keys import Key, declared_keys
+from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import LaunchError, Problem
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS
 
@@ -104,8 +105,10 @@ def explanation(word: str) -> str:
     about = [known for known in about if known not in containing]
     meant = did_you_mean(name, containing) or did_you_mean(name, [*names, *topics])
     if containing and not did_you_mean(name, containing):
-        more = f", and {len(containing) - MOST} more have it in their names" if len(containing) > MOST else ""
+        more = f" {len(containing) - MOST} more have it in their names" if len(containing) > MOST else ""
         meant = f" (did you mean {' or '.join(containing[:MOST])}?{more})"
+    if name in SYNONYMS:
+        meant = f" (here, it is {SYNONYMS[name]})"
     hint = f"; the descriptions of these keys have it: {', '.join(dict.fromkeys(about))}" if about else ""
     raise LaunchError(f"{word}: expected a key, a topic or a command, got none of them{meant}{hint}")
 
@@ -179,8 +182,10 @@ def _section_text(section: type) -> str:
 
 
 def _key_text(section: type, key: Key) -> str:
+    outer = _outer(section)
+    prefix = f"{outer}." if outer not in (None, "dataset") and "." not in key.name else ""
     names = [*key.names[1:], *(alias for alias, name in ALIASES.items() if name == key.name)]
-    lines = [", ".join(dict.fromkeys([key.name, *names]))]
+    lines = [", ".join(dict.fromkeys([f"{prefix}{key.name}", *names]))]
     for text in (key.doc, describe(key)):
         lines += _wrap(text, "    ", "    ")
     lines += _wrap(f"topic {section.__name__.removesuffix('Keys').lower()}: {_title(section)}", "    ", "    ")

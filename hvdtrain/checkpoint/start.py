@@ -203,7 +203,8 @@ def _require_complete(checkpoint: Checkpoint, folder: CheckpointFolder) -> Check
 
 
 def _candidates(name: str, folder: CheckpointFolder) -> list[Path]:
-    return [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes)]
+    has_suffix = name.endswith(tuple(f".{suffix}" for suffix in folder.model_suffixes))
+    return [Path(name), *(Path(f"{name}.{suffix}") for suffix in folder.model_suffixes if not has_suffix)]
 
 
 def _file(name: str, folder: CheckpointFolder, keys: StartKeys, key: str = "load") -> Path:

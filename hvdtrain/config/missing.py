@@ -52,7 +52,9 @@ def import_failure(error: ImportError, skipped: Iterable[str] = ()) -> str:
     package = sys.modules.get(parent) if parent else None
     folders = list(getattr(package, "__path__", None) or sys.path) if package is not None else sys.path
     whose = f"the package {parent}" if package is not None else "sys.path"
-    return f"{text}; looked in {whose}: {_folder_list(folders)} (add its folder to PYTHONPATH or, in the config, to sys.path)"
+    install = "pip install its package, or " if package is None else ""
+    advice = f"{install}add its folder to PYTHONPATH or, in the config, to sys.path"
+    return f"{text}; looked in {whose}: {_folder_list(folders)} ({advice})"
 
 
 def _importer(error: ImportError, skipped: tuple[str, ...]) -> str:

@@ -167,7 +167,9 @@ def set_nested(
     if not isinstance(inside, dict):
         got = "nothing" if first not in values else type(inside).__name__
         close = get_close_matches(first, [key for key, value in values.items() if isinstance(value, dict)], n=1)
-        hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else ""
+        kind = repr(inside) if isinstance(inside, str) else "..."
+        hint = f" (in the config, write {first} = {{'class': {kind}, '{path[0]}': ...}})" if inside is not None else ""
+        hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else hint
         return problem("wrong-type", f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}")
     values[first] = inside = dict(inside)
     for entry in path[:-1]:

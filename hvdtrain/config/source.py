@@ -348,7 +348,11 @@ def _run_python(
         ) from error
     except Exception as error:
         line = line_in(path, error)
-        what = import_failure(error, OUR_FILES) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, ImportError):
+            what = import_failure(error, OUR_FILES).replace(f", imported by {path}{line}", "")  # which the message begins with
+        elif isinstance(error, SyntaxError) and error.filename == str(path):
+            what = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}".removesuffix(": ")
         again = isinstance(error, FileExistsError)
         hint = " (each rank reads the config, at each start: os.makedirs(..., exist_ok=True))" if again else ""
         raise ConfigError.of("raised", f"{path.name}{line}: {what}{hint}") from error

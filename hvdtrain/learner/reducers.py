@@ -43,7 +43,7 @@ class RankKeys(Section):
     torch_distributed: dict[str, Any] | None = key(
         None,
         "train with torch.distributed instead, on the processes that torchrun, mpirun, srun or ngpu started: {}, or a dict "
-        "with entries below",
+        "of its entries (topic torchdistributed)",
         needs="torch",
         instead="use_horovod connects it",
     )

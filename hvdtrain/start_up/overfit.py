@@ -37,5 +37,5 @@ def repeat_batches(session: Session, number: int) -> Session:
     size = session.comm.size if feed.distribution == "shard" else 1
     first = numpy.arange(min(number * size, plan.num_batches))
     repeated = plan.with_batches(numpy.resize(first, plan.num_batches))
-    log.info(f"overfit_batches: {len(first)} batches of {plan.num_batches}, again and again; files go to overfit/")
+    log.info(f"overfit_batches: {len(first)} of {plan.num_batches} batches, again and again; files go to overfit/")
     return replace(session, feeds=[replace(feed, only=repeated), *session.feeds[1:]])

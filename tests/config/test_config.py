@@ -499,7 +499,7 @@ def test_files_that_are_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("a = 1\nb = = 2\n", "config.py, line 2: SyntaxError: invalid syntax"),
+        ("a = 1\nb = = 2\n", "config.py, line 2: SyntaxError: invalid syntax: b = = 2"),
         ("a = (1,\n", "config.py, line 1: SyntaxError: '(' was never closed"),
         ("a = 1\n\nb = c\n", "config.py, line 3: NameError: name 'c' is not defined"),
         ("def f(x):\n    return 1 / x\n\nf(0)\n", "config.py, line 2: ZeroDivisionError: division by zero"),
@@ -884,6 +884,7 @@ def test_help_explains_every_key() -> None:
         ("train.partition_epoch", "partition_epoch"),
         ("torch_distributed.backend", "topic torchdistributed"),
         ("MapDataset.num_workers", "worker processes that share the sequences of a batch"),
+        ("num_workers", "MapDataset.num_workers"),
         ("batch", "max_seqs"),
         ("KaldiFolder", "folder"),
         ("newbob_multi_num_epochs", "learning_rate_control"),
@@ -902,9 +903,11 @@ def test_help_names_what_is_similar() -> None:
     with pytest.raises(LaunchError, match=r"none of them \(did you mean horovod_param_group\?\)$"):
         explanation("param_group")
     with pytest.raises(
-        LaunchError, match=r"did you mean horovod_param_sync_step or .* or .* or \w+\?, and \d+ more have it in their names\)"
+        LaunchError, match=r"did you mean horovod_param_sync_step or .* or .* or \w+\? \d+ more have it in their names\)"
     ):
         explanation("sync")
+    with pytest.raises(LaunchError, match=r"none of them \(here, it is learning_rate\)"):
+        explanation("lr")
     with pytest.raises(LaunchError, match=r"descriptions of these keys have it: .*horovod_reduce_type"):
         explanation("gradients")
 

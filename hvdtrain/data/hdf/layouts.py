@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
 from math import prod
@@ -47,7 +48,9 @@ def damage_error(path: Path, error: Exception) -> DataError:
     if isinstance(error, OSError) and (reason := why_not_opened(error)):
         many = "; a FilesDataset has few of its files open at a time" if "limit" in reason else ""
         return DataError(f"{path}: expected a file that can be opened, got {reason}{many}")
-    return DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {error}")
+    cut_off = re.search(r"truncated file: eof = (\d+), .*stored_eof = (\d+)", str(error))
+    damage = f"the first {cut_off[1]} of its {cut_off[2]} bytes" if cut_off else error
+    return DataError(f"{path}: expected a whole HDF5 file, got a damaged one: {damage}")
 
 
 def names_to_read(file: h5py.File) -> Iterator[str]:

@@ -34,6 +34,7 @@ required
   kubernetes: also --image; mpi on several hosts: also --hosts
   most clusters also require --time, --memory and --queue or --account
 
+exit status
   0  printed or submitted
   1  the scheduler refused the script
   2  a problem in the config or the options; nothing was submitted

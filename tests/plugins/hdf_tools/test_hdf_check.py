@@ -191,7 +191,7 @@ def nothing(path: Path) -> None:
 BAD: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: path.unlink(), "expected an HDF file, got: no such file"),
     (lambda path: path.write_text("no HDF"), "expected an HDF5 file, got something else"),
-    (truncate, "expected a whole HDF5 file, got a damaged one"),
+    (truncate, "expected a whole HDF5 file, got a damaged one: the first "),
     (damage, "cannot read sequence 0 of /inputs"),
     (nothing, "expected at least one sequence"),
     (lambda path: store(path, "seqLengths", data=numpy.full((4, 3), 7)), "to add up to the 1200 frames of /inputs, got 28"),

@@ -73,7 +73,7 @@ def test_overfitting_learns_the_same_batches_by_heart(corpus: Path, tmp_path: Pa
     before = sorted(path.name for path in tmp_path.iterdir())
     ended = hvdtrain(TOY, given | trace, options=["--overfit-batches", "2"])
     assert ended.status == 0, ended.err
-    assert "overfit_batches: 2 batches of 58, again and again; files go to overfit/" in ended.out
+    assert "overfit_batches: 2 of 58 batches, again and again; files go to overfit/" in ended.out
     steps = sequences_of(tmp_path / "trace.run-0.rank-0.jsonl")
     assert len(steps) == 4 * 58
     assert steps == [steps[0], steps[1]] * 116

@@ -16,7 +16,10 @@ PACKAGES = {"espnet": "espnet2", "lightning": "lightning", "speechbrain": "speec
 NAMES = [name for name, package in PACKAGES.items() if find_spec(package) is not None]
 """Those whose package is installed."""
 
-MORE = ("speechbrain_normalized", "speechbrain_global", "lightning_counted", "lightning_manual")
+MORE = (
+    *("speechbrain_normalized", "speechbrain_global", "lightning_counted", "lightning_manual", "lightning_elements"),
+    *("transformers_short", "transformers_masked", "espnet_short"),
+)
 VARIATIONS = [*NAMES, *[name for name in MORE if name.partition("_")[0] in NAMES]]
 
 NORMALIZED = {
@@ -73,7 +76,40 @@ MANUAL = {
 }
 """A module that steps its optimizer itself."""
 
+ELEMENTS = {
+    "loss = torch.nn.functional.cross_entropy(self.net(points), classes)": (
+        "losses = torch.nn.functional.cross_entropy(self.net(points), classes, reduction='none')\n"
+        "        loss, number = (losses * classes).sum() / classes.sum().clamp(min=1), classes.sum()"
+    ),
+    "        return loss\n": "        return {'loss': loss, 'num_elements': number}\n",
+    "self.loader(400": "self.loader(37",
+}
+"""A loss that is a mean over something else than the items, which the module says."""
+
+SHORT = {"words(600": "words(37"}
+MASKED = {
+    **SHORT,
+    "from transformers import": "import transformers\nfrom transformers import",
+    "early_stopping_measure": (
+        "def masked():\n"
+        "    sizes = {'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'intermediate_size': 32}\n"
+        "    dropout = dict.fromkeys(['hidden_dropout_prob', 'attention_probs_dropout_prob'], 0.0)\n"
+        "    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=13, **sizes, **dropout))\n\n"
+        "TOKENIZER.add_special_tokens({'mask_token': '<mask>'})\n"
+        "collator = transformers.DataCollatorForLanguageModeling(TOKENIZER, mlm_probability=0.5)\n"
+        "del transformers_trainer['compute_metrics']\n"
+        "transformers_trainer |= {'model_init': masked, 'data_collator': collator}\n"
+        "early_stopping_measure"
+    ),
+    ', "labels": [*one[::-1], 1]}': "}",
+}
+"""Random masks, which belong to the items, and a rank alone in the last step of an epoch."""
+
 CHANGES = {
+    "lightning_elements": ELEMENTS,
+    "transformers_short": SHORT,
+    "transformers_masked": MASKED,
+    "espnet_short": {'"size": 500': '"size": 37'},
     "speechbrain_normalized": NORMALIZED,
     "speechbrain_global": GLOBAL,
     "lightning_counted": COUNTED,
@@ -82,6 +118,7 @@ CHANGES = {
 SCORES = {
     "speechbrain_global": ["dev_loss_lengths_mean"],
     "lightning_counted": ["train_loss_num_trained", "dev_loss_mean"],
+    **dict.fromkeys(("lightning_elements", "transformers_short", "transformers_masked", "espnet_short"), ["train_loss_loss"]),
 }
 
 TWO, THREE = Run("torch", "horovod", 2), Run("torch", "horovod", 3)

@@ -12,6 +12,7 @@ import hvdtrain
 from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
+from hvdtrain.runtime import log
 
 KEY = "espnet_model"
 
@@ -149,6 +150,11 @@ class EspnetModel(OtherTrainer):
                 "wrong-result",
                 f"{KEY}: expected a data key for each input of forward ({', '.join(wanted) or 'none with _lengths'}), got "
                 f"{', '.join(keys)} (name them: 'inputs': {{'speech': 'data', 'text': 'classes'}})",
+            )
+        if unused:
+            log.warning(
+                f"{KEY}: expected data keys that are inputs of forward ({', '.join(parameters)}), got {', '.join(unused)}, which "
+                "is not used ('inputs' names them)"
             )
         self._takes_tags = takes_any or "utt_id" in parameters
         self._without_lengths = [name for name in parameters if f"{name}_lengths" not in parameters]

@@ -30,6 +30,7 @@ from hvdtrain.plugins.lightning.schedules import Once, Schedules
 from hvdtrain.plugins.lightning.trainer import Trainer
 from hvdtrain.plugins.other_trainer.attributes import Attributes
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
+from hvdtrain.runtime import log
 
 CLIPPING = "configure_gradient_clipping"
 STEP_HOOKS = ("on_after_backward", "on_before_optimizer_step", CLIPPING)
@@ -79,6 +80,7 @@ class Job(OtherTrainer):
         self._skips = False
         self._is_within_epoch = False
         self.manual: Manual | None = None
+        self._has_loss = bool(values.get("early_stopping_measure") or self.given.monitors)  # by which the best epoch is known
         self._attributes: Attributes | None = None  # of the objects, when the first epoch began
         self._resumed: Any = None  # the modes, and the attributes of all ranks, that a resumed epoch begins with
 
@@ -165,13 +167,18 @@ class Job(OtherTrainer):
             raise ConfigError.of(
                 "unsupported", "automatic_optimization: expected it to be set in __init__, got another value later"
             )
-        is_mapping = isinstance(output, Mapping)
         if self.manual is not None:
-            self._mark(self.manual.end_step(output), output, batch, size)
+            loss = loss_of(output, size)[0]
+            self._has_loss |= loss is not None
+            self._mark(self.manual.end_step(loss), output, batch, size)
             return
-        loss = output["loss"] if is_mapping else output
-        self._skips = loss is None
-        if loss is None:
+        loss, size = loss_of(output, size)
+        self._skips = output is None
+        if not self._skips and not isinstance(loss, torch.Tensor):
+            raise ConfigError.of(
+                "wrong-result", f"training_step: expected a loss, a dict with one as 'loss', or None, got {output!r:.60}"
+            )
+        if self._skips:
             if hvdtrain.size() > 1 or self.accumulated > 1:
                 raise ConfigError.of(
                     "wrong-result",
@@ -190,7 +197,8 @@ class Job(OtherTrainer):
         self.schedules.loss = share.detach()
         if not self._skips:
             hooks.call("on_before_backward", share)
-        self._mark(loss, {**(output if is_mapping else {}), "loss": share} if output is not None else None, batch, size)
+        ended = None if self._skips else {**(output if isinstance(output, Mapping) else {}), "loss": share}
+        self._mark(loss, ended, batch, size)
 
     def _mark(self, loss: Any, output: Any, batch: Any, size: int) -> None:
         """The end of a step: its loss, and what on_train_batch_end gets."""
@@ -259,8 +267,9 @@ class Job(OtherTrainer):
         self.hooks.call(f"on_{stage}_batch_start", batch, index, *given)
         output = self.hooks.step(f"{stage}_step", batch, index, *given)
         self.hooks.call(f"on_{stage}_batch_end", output, batch, index, *given)
-        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        loss, size = loss_of(output, size)
         if hasattr(loss, "numel") and loss.numel() == 1:
+            self._has_loss = True
             self.mark_mean("loss", loss.detach().float().reshape(()), size, is_score=True)
         self.logged.end_step()
 
@@ -375,6 +384,12 @@ class Job(OtherTrainer):
             training.add_score(name, value)
         self.schedules.step("epoch", True, training.epoch)
         self._is_within_epoch = False
+        if self.manual is not None and not self._has_loss:
+            self._has_loss = True
+            log.warning(
+                "training_step: expected a loss, got None: each epoch has loss 0, so that the first one is the best (return it, "
+                "or name a score in early_stopping_measure)"
+            )
         if self.extent.ends_after(self.trainer.global_step):
             training.finish("max_steps")
         self.stop_if_due()
@@ -452,6 +467,13 @@ class Job(OtherTrainer):
         if self.manual is not None:
             self.manual.load(state["manual"])
         load_hooks(self.given, self.trainer, {**state["hooks"], "state_dict": self.module.state_dict()})
+
+
+def loss_of(output: Any, num_items: int) -> tuple[Any, Any]:
+    """The loss that a step returned, a mean, and the number of its elements."""
+    if not isinstance(output, Mapping):
+        return output, num_items
+    return output.get("loss"), output.get("num_elements", num_items)
 
 
 def nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -118,12 +118,11 @@ class Manual:
                 f"(optimizer, norm of its gradients) {', '.join(map(str, steps))}",
             )
 
-    def end_step(self, output: Any) -> torch.Tensor:
-        """Take the gradients away before hvdtrain's update. Returns its loss: the number that training_step returned."""
+    def end_step(self, loss: Any) -> torch.Tensor:
+        """Take the gradients away before hvdtrain's update. Returns its loss: the number that training_step returned, or 0."""
         self._kept = [(one, one.grad) for one in self._parameters()]
         for parameter, _ in self._kept:
             parameter.grad = None
-        loss = output.get("loss") if isinstance(output, Mapping) else output
         nothing = torch.zeros((), device=self._kept[0][0].device, requires_grad=True)
         return nothing if loss is None else nothing + loss.detach().reshape(())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 from hvdtrain.plugins.transformers.arguments import IGNORED, KEY, Arguments, Extent, items_in_update, rates, refuse
 from hvdtrain.plugins.transformers.checkpoint import CheckpointReader, Order
+from hvdtrain.plugins.transformers.collators import Collate
 from hvdtrain.plugins.transformers.metrics import Metrics, labels_of
 from hvdtrain.plugins.transformers.pretrained import SavePretrained
 from hvdtrain.training.callbacks import Training
@@ -31,13 +31,17 @@ SERVED = (
     "compute_metrics", "preprocess_logits_for_metrics",
 )  # fmt: skip
 REFUSED = {
-    "callbacks": "the key callbacks",
+    "callbacks": "the key callbacks (early_stopping_patience in place of EarlyStoppingCallback)",
     "optimizers": "the keys optimizer and dynamic_learning_rate",
     "optimizer_cls_and_kwargs": "the key optimizer",
+    "compute_loss": "compute_loss_func, a function of the outputs, the labels and num_items_in_batch (or a train_step)",
 }
 """Arguments of a Trainer, and what there is instead."""
 
 QUESTIONS = ["start_positions", "end_positions"]
+
+USUAL_LENGTH = 20
+"""How many tokens transformers generates at most, if nothing says how many."""
 
 
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,11 +58,11 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     model, processing = ModelOnce(given, args), given.get("processing_class")
     pads = hasattr(processing, "pad")
     collator = given.get("data_collator") or (DataCollatorWithPadding(processing) if pads else default_data_collator)
-    collate = Collate(collator, model if args.remove_unused_columns else None, args.label_names)
+    collate = Collate(collator, partial(model.columns, args.label_names) if args.remove_unused_columns else None)
     metrics = (
         Metrics(given["compute_metrics"], given.get("preprocess_logits_for_metrics")) if "compute_metrics" in given else None
     )
-    step = TrainStep(model.get, args, given.get("compute_loss_func"), metrics)
+    step = TrainStep(model.get, args, given.get("compute_loss_func"), metrics, processing)
     found = args.keys | step.keys()
     found |= {} if metrics is None else {"epoch_scores": {"compute_metrics": metrics}}
     train, dev, size = given.get("train_dataset"), given.get("eval_dataset"), hvdtrain.size()
@@ -67,7 +71,7 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
         if not hasattr(train, "__len__"):
             raise ConfigError.of("wrong-type", f"{KEY}.train_dataset: expected one with a length, got a {type(train).__name__}")
         extent = Extent(args, keys, len(train), size, values.get("num_epochs") is not None)
-        found["train"] = {**_dataset(train, collate), **extent.keys, "seq_ordering": _order(args, keys, train, processing, size)}
+        found["train"] = {**collate.dataset(train), **extent.keys, "seq_ordering": _order(args, keys, train, processing, size)}
         found["num_epochs"] = extent.num_epochs
         if values.get("learning_rate_schedule") is None:
             found["dynamic_learning_rate"] = rates(args, extent)
@@ -76,9 +80,9 @@ def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     num_items = None if train is None else len(train)
     found["checkpoint_reader"] = CheckpointReader(lambda: model.last, args, keys, num_items, size)
     if type(dev) is dict:
-        found["eval_datasets"] = {name: _dataset(one, collate) for name, one in dev.items()}
+        found["eval_datasets"] = {name: collate.dataset(one) for name, one in dev.items()}
     elif dev is not None:
-        found["dev"] = _dataset(dev, collate)
+        found["dev"] = collate.dataset(dev)
     if args.output_dir is not None:
         found["callbacks"] = [
             SaveBest(SavePretrained(f"{args.output_dir}/best", others=[] if processing is None else [processing]))
@@ -106,10 +110,6 @@ class SaveBest:
     def on_save(self, training: Training) -> None:
         if hasattr(training.model, "save_pretrained"):
             self._saver.on_save(training)
-
-
-def _dataset(items: Any, collate: Collate) -> dict[str, Any]:
-    return {"class": lambda: items, "collate": collate}
 
 
 class ModelOnce:
@@ -150,28 +150,6 @@ class ModelOnce:
         model = inner_model(self._model if self._model is not None else self.get())
         names = list(label_names or find_labels(type(model)))
         return {*inspect.signature(model.forward).parameters, "label", "label_ids", *names}
-
-
-class Collate:
-    """The collator, for items without the columns that the model does not take.
-
-    Args:
-        model: whose columns are kept; None: all are.
-    """
-
-    def __init__(self, collator: Callable[[list[Any]], Any], model: ModelOnce | None, label_names: Sequence[str] | None) -> None:
-        if getattr(collator, "seed", None) is not None and hasattr(collator, "create_rng"):
-            collator = copy(collator)
-            collator.seed = None  # type: ignore[attr-defined]  # its own generator would begin anew after a resume
-        self._collator, self._model, self._labels = collator, model, label_names
-        self._columns: set[str] | None = None
-
-    def __call__(self, items: list[Any]) -> Any:
-        if self._model is not None and isinstance(items[0], Mapping):
-            if self._columns is None:
-                self._columns = self._model.columns(self._labels)
-            items = [{name: value for name, value in item.items() if name in self._columns} for item in items]
-        return self._collator(items)
 
 
 def inner_model(model: Any) -> Any:
@@ -247,10 +225,15 @@ class TrainStep(OtherTrainer):
     """The loss of a batch, weighted by the number of its elements on all ranks and in all its batches."""
 
     def __init__(
-        self, get_model: Callable[..., Any], args: Arguments, compute_loss: Callable[..., Any] | None, metrics: Metrics | None
+        self,
+        get_model: Callable[..., Any],
+        args: Arguments,
+        compute_loss: Callable[..., Any] | None,
+        metrics: Metrics | None,
+        processing: Any,
     ) -> None:
         self.get_model, self.forward_step = get_model, partial(forward_step, args=args)
-        self._args, self._compute_loss, self._metrics = args, compute_loss, metrics
+        self._args, self._compute_loss, self._metrics, self._processing = args, compute_loss, metrics, processing
         self._smooth = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
         self._counting: tuple[Any, Counting] | None = None
 
@@ -284,8 +267,23 @@ class TrainStep(OtherTrainer):
         else:
             self.mark_mean("loss", loss, count)
         if self._metrics is not None and not context.train_flag:
-            predicted = generate(model, {**batch}, self._args)[0] if self._args.predict_with_generate else outputs
-            self._metrics.add(predicted, labels_of(inputs, counting.labels), getattr(model, "config", None))
+            predicted: Any = outputs
+            known = labels_of(inputs, counting.labels)
+            if self._args.predict_with_generate:
+                tokens, config = generate(model, batch, self._args)
+                predicted, known = (self._filled(one, model, config) for one in (tokens, known))
+            self._metrics.add(predicted, known, getattr(model, "config", None))
+
+    def _filled(self, tokens: Any, model: Any, config: Any) -> Any:
+        """Tokens or labels with padding up to the longest that may be generated, as compute_metrics gets them there."""
+        if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+            return tokens
+        ids = [getattr(self._processing, name, None) for name in ("pad_token_id", "eos_token_id")]
+        value = next((one for one in [*ids, getattr(model.config, "pad_token_id", None)] if one is not None), IGNORED)
+        length = config.max_length or USUAL_LENGTH
+        if tokens.shape[1] >= length:
+            length = (config.max_new_tokens or 0) + 1
+        return torch.nn.functional.pad(tokens, (0, max(0, length - tokens.shape[1])), value=value)
 
 
 def forward_step(*, model: Any, extern_data: Any, args: Arguments, **_: Any) -> None:
@@ -295,7 +293,7 @@ def forward_step(*, model: Any, extern_data: Any, args: Arguments, **_: Any) -> 
     mask = batch.get("attention_mask")
     inner = inner_model(model)
     if args.predict_with_generate:
-        tokens, lengths = generate(model, batch, args)
+        tokens, lengths = without_prompt(*generate(model, batch, args), model, batch)
         context.mark_as_output(tokens, "output", seq_lens=lengths)
     else:
         is_decoded = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and labels is not None
@@ -312,14 +310,18 @@ def forward_step(*, model: Any, extern_data: Any, args: Arguments, **_: Any) -> 
         context.mark_as_output(labels, "labels", seq_lens=(labels != IGNORED).sum(-1))
 
 
-def generate(model: Any, batch: dict[str, Any], args: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """The generated tokens, without those of the prompt, and how many there are up to the end of each sequence."""
+def generate(model: Any, batch: Mapping[str, Any], args: Arguments) -> tuple[torch.Tensor, Any]:
+    """The generated tokens, after those of the prompt if the model is a decoder, and the GenerationConfig."""
     given = args.generation_config
     config = GenerationConfig.from_pretrained(given) if isinstance(given, str) else given or model.generation_config
     options = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
     options = {name: value for name, value in options.items() if value is not None}
     batch = {name: value for name, value in batch.items() if name != "labels" and not name.startswith("decoder_")}
-    tokens = model.generate(**batch, generation_config=config, **options)
+    return model.generate(**batch, generation_config=config, **options), config
+
+
+def without_prompt(tokens: torch.Tensor, config: Any, model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that follow a decoder's prompt, and how many there are up to the end of each sequence."""
     is_decoder = not getattr(model.config, "is_encoder_decoder", False)
     begin = batch["input_ids"].shape[1] if is_decoder and "input_ids" in batch else 0
     tokens = tokens[:, begin:]

@@ -226,7 +226,15 @@ def test_collect_feats_is_what_forward_writes(tmp_path: Path) -> None:
     assert numpy.array_equal(found["seq-3"], 2 * Speech()[3]["data"])
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Heard(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output = torch.nn.Linear(3, 1)
+
+        def forward(self, speech: Any, speech_lengths: Any) -> Any:
+            return self.output(speech).square().mean(), None, None
+
     class Several(Recognizer):
         def forward(self, speech: Any, speech_lengths: Any, **_: Any) -> Any:  # type: ignore[override]
             return {"loss": speech.sum(), "stats": {}, "weight": 1, "optim_idx": 1}
@@ -245,6 +253,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
             train(keys(make, items), tmp_path / expected[:12])
     with pytest.raises(ConfigError, match="expected a function that makes the model, or a dict"):
         train(keys({"model": recognizer, "input": {}}, Speech), tmp_path / "no")
+    train({**keys(lambda: Heard(), Speech), "num_epochs": 1}, tmp_path / "unused")
+    assert "expected data keys that are inputs of forward (speech, speech_lengths), got classes, which is not used" in caplog.text
 
 
 def test_init_writes_a_config_that_trains(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ def test_lightnings_demos_and_callbacks_work(tmp_path: Path) -> None:
         train({"lightning_module": module, "num_epochs": 1}, tmp_path / str(number))
 
 
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stepping(demos.BoringModel):
         def optimizer_step(self, *args: Any, **more: Any) -> None: ...
 
@@ -309,6 +309,14 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     class Evaluating(demos.BoringModel):
         def on_validation_model_eval(self) -> None: ...
 
+    class Odd(demos.BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"scores": batch}
+
+    class Silent(demos.ManualOptimBoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+
     class Several(demos.BoringModel):
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.layer.parameters(), 0.1)] * 2
@@ -320,6 +328,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         Setting: r"self.trainer: expected .* got 'optimizers = \[\]'",
         Evaluating: "on_validation_model_eval: expected the model in evaluation mode after it",
         Several: "expected one optimizer from configure_optimizers, got 2",
+        Odd: "training_step: expected a loss, a dict with one as 'loss', or None, got {'scores'",
         torch.nn.Linear: "expected a LightningModule",
     }
     for number, (module, expected) in enumerate(cases.items()):
@@ -342,6 +351,8 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=expected):
             train({**boring, **more}, tmp_path / "more")
+    train({"lightning_module": Silent, "num_epochs": 1}, tmp_path / "silent")
+    assert "training_step: expected a loss, got None: each epoch has loss 0" in caplog.text
     with pytest.raises(ConfigError, match="got one with an IterableDataset"):
         train({**boring, "datamodule": demos.BoringDataModuleNoLen}, tmp_path / "endless")
 

@@ -18,6 +18,8 @@ pytest.importorskip("accelerate")
 tokenizers = pytest.importorskip("tokenizers")
 from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: E402
 
+from hvdtrain.plugins.transformers.collators import Collate  # noqa: E402
+
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 NO_DROPOUT_OF_SOUND = dict.fromkeys(
@@ -67,8 +69,11 @@ def make(kind: str) -> Any:
     if kind == "bert":
         config = transformers.BertConfig(vocab_size=30, num_labels=3, **SIZES, **NO_DROPOUT)
         return transformers.BertForSequenceClassification(config)
+    if kind == "masked":
+        return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=30, **SIZES, **NO_DROPOUT))
     reduction = {"ctc_loss_reduction": kind.removeprefix("wav2vec2 "), "pad_token_id": 0, "vocab_size": 6}
-    return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SIZES, **CONVOLUTIONS, **NO_DROPOUT_OF_SOUND, **reduction))
+    config = transformers.Wav2Vec2Config(**SIZES, **CONVOLUTIONS, **NO_DROPOUT_OF_SOUND, **reduction)
+    return transformers.Wav2Vec2ForCTC(config).double()  # in float32, its noise alone can be more than 1e-6 of the change
 
 
 def pads() -> Any:
@@ -104,7 +109,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     padding = {"labels": -100}
     found = {}
     for name in items[0]:
-        values = [torch.tensor(item[name]) for item in items]
+        values = [torch.tensor(item[name], dtype=torch.float64 if name == "input_values" else None) for item in items]
         is_padded = values[0].ndim == 1
         found[name] = torch.nn.utils.rnn.pad_sequence(values, True, padding.get(name, 0)) if is_padded else torch.stack(values)
     return {**found, "return_loss": True} if "pixel_values" in found else found
@@ -199,17 +204,25 @@ def test_a_model_is_prepared_as_there(kind: str, more: dict[str, Any], tmp_path:
     assert difference(train(keys(kind, ARGUMENTS, **more), tmp_path / "model"), state_of(model), start) < 1e-6
 
 
-def test_a_collator_with_random_numbers_is_resumed(tmp_path: Path) -> None:
-    """Also one with its own generator."""
+def test_masks_are_those_of_the_items(tmp_path: Path) -> None:
+    """Not of the batches, so that they are alike on any number of ranks; also with the collator's own seed."""
+    tokenizer = pads()
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})
 
-    def given() -> dict[str, Any]:
-        tokenizer = pads()
-        tokenizer.add_special_tokens({"mask_token": "<mask>"})
+    def given(size: int = 4) -> dict[str, Any]:
         collator = transformers.DataCollatorForLanguageModeling(tokenizer, seed=5, mlm_probability=0.5)
-        items = [{"input_ids": item["input_ids"]} for item in items_of("gpt2")]
-        return keys("gpt2", ARGUMENTS, data_collator=collator, train_dataset=items, eval_dataset=items)
+        items = [{"input_ids": item["input_ids"], "attention_mask": item["attention_mask"]} for item in items_of("gpt2")]
+        arguments = {**ARGUMENTS, "per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        return keys("masked", arguments, data_collator=collator, train_dataset=items, eval_dataset=items)
 
-    check_resume(given, tmp_path, 4, train(given(), tmp_path / "model"))
+    found = train(given(), tmp_path / "model")
+    check_resume(given, tmp_path, 4, found)
+    of_parts = train(given(2), tmp_path / "parts")
+    assert difference(of_parts, found, state_of(make("masked"))) < 1e-5
+    tokenizer.padding_side = "left"
+    two = [{name: torch.tensor(values) for name in ("input_ids", "labels")} for values in ([1], [2, 3])]
+    padded = Collate(transformers.DataCollatorForLanguageModeling(tokenizer), None).pad(two)
+    assert [padded[name].tolist() for name in ("input_ids", "labels")] == [[[7, 1], [2, 3]], [[-100, 1], [2, 3]]]
 
 
 @pytest.mark.parametrize(
@@ -297,8 +310,17 @@ def test_accumulated_batches_are_the_trainers_one_larger_batch(kind: str, tmp_pa
 
 def test_generate_is_that_of_predict_and_the_best_model_is_one_of_transformers(tmp_path: Path) -> None:
     arguments = {**ARGUMENTS, "predict_with_generate": True, "generation_max_length": 6, "output_dir": str(tmp_path)}
-    result = hvdtrain.train(keys("t5", arguments), num_threads=1)
-    its = trainer(copy.deepcopy(result.model), "t5", tmp_path, {k: v for k, v in arguments.items() if k != "output_dir"})
+    seen: list[Any] = []
+
+    def noting(prediction: Any) -> dict[str, float]:
+        seen.append((prediction.predictions.tolist(), prediction.label_ids.tolist()))
+        return {}
+
+    result = hvdtrain.train(keys("t5", arguments, compute_metrics=noting), num_threads=1)
+    theirs = {name: value for name, value in arguments.items() if name != "output_dir"}
+    its = trainer(copy.deepcopy(result.model), "t5", tmp_path, theirs, compute_metrics=noting)
+    its.evaluate()
+    assert seen[-1] == seen[-2]
     predicted = its.predict(items_of("t5")[:7], max_length=6).predictions
     outputs: dict[str, Any] = {}
 
@@ -329,7 +351,7 @@ def test_generate_is_that_of_predict_and_the_best_model_is_one_of_transformers(t
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"callbacks": [1]}, "expected the key callbacks, got callbacks"),
+        ({"callbacks": [1]}, "expected the key callbacks .early_stopping_patience .*, got callbacks"),
         ({"datacollator": collate}, "expected arguments of a Trainer, got .datacollator. .did you mean data_collator"),
         ({"model": torch.nn.Linear(1, 1)}, "expected either model or model_init, got both"),
         ({"args": {"max_steps": 5}, "train_dataset": None}, "max_steps: expected -1 without .*train_dataset .*, got 5"),

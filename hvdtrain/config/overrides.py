@@ -167,8 +167,8 @@ def set_nested(
     if not isinstance(inside, dict):
         got = "nothing" if first not in values else type(inside).__name__
         close = get_close_matches(first, [key for key, value in values.items() if isinstance(value, dict)], n=1)
-        kind = repr(inside) if isinstance(inside, str) else "..."
-        hint = f" (in the config, write {first} = {{'class': {kind}, '{path[0]}': ...}})" if inside is not None else ""
+        kind = "" if inside is None else f"'class': {inside!r}, " if isinstance(inside, str) else "'class': ..., "
+        hint = f" (in the config, write {first} = {{{kind}'{path[0]}': ...}})"
         hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else hint
         return problem("wrong-type", f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}")
     values[first] = inside = dict(inside)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import resource
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,18 @@ def test_what_is_no_tensor_is_refused_before_training() -> None:
     with pytest.raises(ConfigError, match=r"expected 'pt' for a model .* dense tensors, got 'safetensors' with _extra_state"):
         learner(lambda: WithExtraState(2, 2))
     learner(lambda: WithExtraState(2, 2), "pt")
+
+
+@pytest.mark.parametrize("value", [Fraction(1, 3), lambda: 0])
+def test_a_model_whose_checkpoint_could_not_be_loaded_is_refused_before_training(value: object) -> None:
+    class WithObject(WithExtraState):
+        def get_extra_state(self) -> Any:
+            return value
+
+    with pytest.raises(
+        ConfigError, match=r"get_model: expected a model whose state_dict .* got _extra_state of type (fractions|builtins)"
+    ):
+        learner(lambda: WithObject(2, 2), "pt")
 
 
 def settings_of(corpus: Path, model: Path, **overrides: object) -> Settings:

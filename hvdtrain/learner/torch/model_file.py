@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -42,6 +43,26 @@ def check_storable(model: torch.nn.Module, model_format: str) -> None:
             "checkpoint_format: expected 'pt' for a model whose state_dict has more than dense tensors, got 'safetensors' "
             f"with {', '.join(others[:5])}",
         )
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor) and not _can_be_read(value):
+            raise ConfigError.of(
+                "unsupported",
+                "get_model: expected a model whose state_dict consists of tensors and plain values, as a checkpoint with others "
+                f"cannot be loaded, got {name} of type {type(value).__module__}.{type(value).__qualname__} (get_extra_state may "
+                "return what torch.load reads with weights_only=True)",
+            )
+
+
+def _can_be_read(value: object) -> bool:
+    """Whether PyTorch writes a value to a file and reads it again, without running code from there."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # of any kind: the value's own code is called
+        return False
+    return True
 
 
 def file_format(device: torch.device, model_format: str) -> FileFormat:

@@ -244,8 +244,8 @@ def comparison(
     if not known:
         return
     winner = min(known, key=lambda label: sign * known[label])
-    others = "; ".join(f"{label.rstrip(',')} {value:.6g}" for label, value in candidates.items() if label != winner)
-    yield f"best of all, by {name}, {measure.direction(name)}: {winner.rstrip(',')} {known[winner]:.6g} ({others})"
+    others = "; ".join(f"{label.rstrip(',')}: {value:.6g}" for label, value in candidates.items() if label != winner)
+    yield f"best of all, by {name}, {measure.direction(name)}: {winner.rstrip(',')}: {known[winner]:.6g} ({others})"
 
 
 def _read(path: Path, epoch: int) -> dict[str, AverageScores]:

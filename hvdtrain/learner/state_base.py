@@ -150,17 +150,17 @@ class StateBase(ABC):
         """Inside the `with` block, the model's weights are their moving average, if one is kept. Collective."""
         return self._average.use() if self._average is not None and self._average.has_started else nullcontext()
 
+    def evaluates_others(self) -> bool:
+        """Whether the weights that are evaluated and saved are others than those that are trained."""
+        return self._average is not None and self._average.has_started
+
     def trained_weights(self) -> AbstractContextManager[None]:
         """Inside the `with` block, the model's weights are those that are trained, also within `averaged_weights`. Collective."""
         return self._average.trained() if self._average is not None else nullcontext()
 
     @contextmanager
     def other_model(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside the `with` block, the model has the tensors of another one, such as an average of checkpoints.
-
-        Raises:
-            CheckpointError: they do not fit.
-        """
+        """Inside the `with` block, the model has the tensors of another one, such as an average. Raises: CheckpointError."""
         before = deepcopy(self.model_tensors())
         try:
             self.set_model(tensors)

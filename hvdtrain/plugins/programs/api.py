@@ -214,9 +214,7 @@ def _collecting(settings: Settings, collector: _Collector) -> Settings:
 def _training_result(settings: Settings, trained: Trained) -> dict[str, Any]:
     if trained.pruned is not None:
         raise trained.pruned
-    if (
-        settings.learner.ema_decay is not None and trained.checkpoint.exists()
-    ):  # it holds the average over time, which was evaluated
+    if trained.learner.state.evaluates_others() and trained.checkpoint.exists():  # it holds those that were evaluated
         trained.learner.state.load(trained.checkpoint, None)
     return {
         "history": trained.history,

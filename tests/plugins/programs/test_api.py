@@ -171,8 +171,9 @@ def test_the_files_of_overfit_batches_are_found(tmp_path: Path) -> None:
     assert result.checkpoint == tmp_path / "overfit" / "model.002.pt"
 
 
-def test_the_model_of_a_moving_average_is_what_was_evaluated(tmp_path: Path) -> None:
-    result = hvdtrain.train(keys_of(tmp_path, ema_decay=0.9))
+@pytest.mark.parametrize("keys", [{"ema_decay": 0.9}, {"optimizer": {"class": "schedulefree.AdamWScheduleFree"}}], ids=str)
+def test_the_model_of_the_result_is_what_was_evaluated(tmp_path: Path, keys: dict[str, Any]) -> None:
+    result = hvdtrain.train(keys_of(tmp_path, **keys))
     saved = torch.load(result.checkpoint)["model"]
     assert all(torch.equal(saved[name], tensor) for name, tensor in result.model.state_dict().items())
 

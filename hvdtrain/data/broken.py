@@ -48,9 +48,12 @@ class BrokenSequences:
         self._absent += messages
         self._check(self._absent)
         if self._absent and not left:
-            raise BrokenSequence(
-                f"{self._name}: expected sequences that can be read, got only broken ones: {_listing(self._absent)}"
-            )
+            raise self._only_broken(self._absent)
+
+    def check_any(self, has_read: bool) -> None:
+        """Raises: BrokenSequence, on all ranks, if none of them has read a sequence, as all are broken."""
+        if self._messages and not has_read:
+            raise self._only_broken(list(self._messages.values())).on_all_ranks()
 
     def add(self, broken: Sequence[Broken]) -> None:
         """Count broken sequences of a batch. Raises: BrokenSequence, if there are too many."""
@@ -90,6 +93,9 @@ class BrokenSequences:
             return []
         number = len(self._absent)
         return [f"{number} broken sequences are left out, at most {self.limit} may be (skip_broken): {_listing(self._absent)}"]
+
+    def _only_broken(self, messages: Sequence[str]) -> BrokenSequence:
+        return BrokenSequence(f"{self._name}: expected sequences that can be read, got only broken ones: {_listing(messages)}")
 
     def _check(self, latest: Sequence[str]) -> None:
         if self.number > self.limit:

@@ -40,7 +40,7 @@ def evaluate(
         after_step: called by all ranks after each step, in which every rank evaluates a batch if it has one left.
 
     Raises:
-        DataError: the ranks did not evaluate exactly what was planned.
+        DataError: the ranks did not evaluate exactly what was planned, or all sequences are broken.
     """
     watchdog.beat(f"epoch {epoch}, planning the evaluation of {feed.name}", "planning")
     plan = plan_together(comm, feed, epoch)
@@ -48,6 +48,7 @@ def evaluate(
     buffer = ScoreBuffer(learner.meter)
     account = Account(feed, plan)
     step_log.begin(epoch, feed.name, steps)
+    has_read = False
     with learner.evaluating(feed.name), feed.read(feed.rank_batches(plan), epoch, learner.staging) as batches:
         for number in range(1, steps + 1):
             watchdog.beat(f"epoch {epoch}, evaluation of {feed.name}, batch {number - 1}", "evaluation")
@@ -57,16 +58,18 @@ def evaluate(
                 feed.broken.add(batch.broken)
                 batch = batch.if_any
             if batch is not None:
+                has_read = True
                 with Naming(batch, feed):
                     learner.evaluate(batch)
             step_log.step(StepReport(number, number / steps, None, batch, buffer))
             after_step()
     step_log.end()
-    results = buffer.take_all().compact(), account.take(plan.num_batches), feed.broken.take()
+    results = buffer.take_all().compact(), account.take(plan.num_batches), feed.broken.take(), has_read
     gathered = comm.gather(results, name=f"scores.{feed.name}")
-    account.check(f"evaluation of epoch {epoch}", [entry for _, entry, _ in gathered])
-    for line in feed.broken.merge([broken for *_, broken in gathered]):
+    account.check(f"evaluation of epoch {epoch}", [entry for _, entry, *_ in gathered])
+    for line in feed.broken.merge([broken for *_, broken, _ in gathered]):
         log.warning(line)
+    feed.broken.check_any(any(has_read for *_, has_read in gathered))
     scores = Scores.merge(rank_scores for rank_scores, *_ in gathered)
     for name, count in scores.counts().items():
         if count == 0:

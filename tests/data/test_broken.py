@@ -52,6 +52,19 @@ def test_a_rank_that_finds_too_many_does_not_wait_for_the_others() -> None:
         broken.add([(1, "a"), (2, "b")])
 
 
+def test_a_dataset_of_which_no_rank_could_read_a_sequence_is_an_error_on_all() -> None:
+    ranks = [BrokenSequences("dev", 3) for _ in range(2)]
+    ranks[0].add([(5, "a.wav")])
+    found = [rank.take() for rank in ranks]
+    ranks[1].check_any(has_read=False)  # it knows of none
+    for rank in ranks:
+        rank.merge(found)
+        rank.check_any(has_read=True)
+        with pytest.raises(BrokenSequence, match=r"dev: expected .* got only broken ones: a.wav") as raised:
+            rank.check_any(has_read=False)
+        assert raised.value.on_every_rank
+
+
 def test_a_batch_knows_what_was_planned() -> None:
     batch = Batch({}, numpy.array([4, 2]), broken=[(9, "a.wav")])
     assert batch.planned.tolist() == [4, 2, 9]

@@ -24,6 +24,7 @@ from learners import tiny
 from torch import nn
 
 import hvdtrain
+from hvdtrain.errors import BrokenSequence
 from hvdtrain.runtime.interrupt import Stopped
 
 SMALLEST = ROOT / "configs" / "smallest.py"
@@ -176,6 +177,18 @@ def test_the_model_of_the_result_is_what_was_evaluated(tmp_path: Path, keys: dic
     result = hvdtrain.train(keys_of(tmp_path, **keys))
     saved = torch.load(result.checkpoint)["model"]
     assert all(torch.equal(saved[name], tensor) for name, tensor in result.model.state_dict().items())
+
+
+def test_evaluations_that_can_read_nothing_are_an_error(tmp_path: Path) -> None:
+    """They had no scores, without a word."""
+    broken = [("a", {"data": numpy.array([1.0, numpy.nan])}), ("b", {"data": numpy.array([numpy.inf])})]
+
+    def train_step(*, model: nn.Module, extern_data: Mapping[str, Any], **_: Any) -> None:
+        hvdtrain.get_run_ctx().mark_as_loss(model(extern_data["data"].raw_tensor[..., None].float()).flatten(), "output")
+
+    keys = {"get_model": lambda **_: nn.Linear(1, 1), "train_step": train_step, "num_epochs": 1, "skip_broken": 2}
+    with pytest.raises(BrokenSequence, match="dev: expected sequences that can be read, got only broken ones"):
+        hvdtrain.train(keys_of(tmp_path, dev=broken, train=[("c", {"data": numpy.ones(3)})], **keys))
 
 
 def test_it_logs_as_logging_does(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

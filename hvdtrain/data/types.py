@@ -54,6 +54,11 @@ class Stream:
         """Whether a sequence is one object of any kind, for a `collate` function, not frames."""
         return self.dim == 0 and self.dtype.kind == "O"
 
+    @property
+    def words(self) -> str:
+        """What its frames are, for messages."""
+        return f"{'class indices' if self.sparse else 'frames'} of shape {self.shape} and dimension {self.dim}"
+
 
 @dataclass(frozen=True)
 class Padded:

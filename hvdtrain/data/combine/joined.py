@@ -115,7 +115,7 @@ def common_stream(where: str, streams: Mapping[str, Stream]) -> Stream:
     labels = stream.labels
     for name, candidate in others:
         if (candidate.dim, candidate.shape, candidate.sparse) != (stream.dim, stream.shape, stream.sparse):
-            raise DataError(f"{where}: expected {_words(stream)} as in {first}, got {_words(candidate)} in {name}")
+            raise DataError(f"{where}: expected {stream.words} as in {first}, got {candidate.words} in {name}")
         if labels and candidate.labels and candidate.labels != labels:
             different = next((i for i, pair in enumerate(zip(labels, candidate.labels, strict=False)) if pair[0] != pair[1]), -1)
             raise DataError(
@@ -129,7 +129,3 @@ def common_stream(where: str, streams: Mapping[str, Stream]) -> Stream:
         unlike = next(name for name, each in dtypes.items() if each != stream.dtype)
         raise DataError(f"{where}: expected the type {stream.dtype} of {first}, got {dtypes[unlike]} in {unlike}")
     return replace(stream, dtype=dtype, labels=labels)
-
-
-def _words(stream: Stream) -> str:
-    return f"{'class indices' if stream.sparse else 'frames'} of shape {stream.shape} and dimension {stream.dim}"

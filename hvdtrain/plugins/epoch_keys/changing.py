@@ -194,6 +194,12 @@ class ChangingEpochs:
                 f"{feed.name}: expected the data keys of the config's {feed.name} in every epoch "
                 f"({', '.join(feed.dataset.streams)}), got none called {', '.join(missing)} from {self._name}"
             )
+        for key, usual in feed.dataset.streams.items():
+            stream = opened.dataset.streams[key]
+            if (stream.shape, stream.sparse) != (usual.shape, usual.sparse):  # a model may take pictures of any size
+                log.warning(
+                    f"{feed.name}, data key {key!r}: {stream.words} from {self._name}, the config's {feed.name} has {usual.words}"
+                )
 
     def _with_keys(self, feed: Feed, settings: Settings, spec: DatasetSpec, is_other: bool) -> Feed:
         """One dataset with the keys of an epoch. Raises: DataError."""

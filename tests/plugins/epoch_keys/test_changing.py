@@ -93,6 +93,13 @@ def test_keys_are_refused_by_name_before_the_epoch_begins(corpus: Path, tmp_path
     assert (tmp_path / "model.001.pt").exists()
 
 
+def test_frames_of_another_shape_are_said_before_the_model_gets_them(corpus: Path, tmp_path: Path) -> None:
+    keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 2, "changing": "wider"}
+    ended = hvdtrain(TOY, keys, options=[str(CONFIGS[1])])
+    wider = "'data': frames of shape (8,) and dimension 8 from keys_of_epoch, the config's train has frames of shape (4,)"
+    assert (ended.status, wider in ended.out) == (1, True), ended.out + ended.err
+
+
 def test_datasets_of_an_epoch_are_read_from_local_copies(corpus: Path, tmp_path: Path) -> None:
     keys = {"corpus": corpus, "model": tmp_path / "model", "num_epochs": 4, "evaluated": True, "cache_dir": tmp_path / "cache"}
     ended = hvdtrain(TOY, keys, options=[str(CONFIGS[1])])

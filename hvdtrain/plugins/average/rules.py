@@ -111,8 +111,9 @@ def parse_averages(value: Any) -> list[AverageRule]:
             wanted = "a number of checkpoints" if kind in ("best", "last") else "numbers such as 5 or '10-20'"
             problems += problem("out-of-range", f"{where}.{kind}: expected {wanted}, got {entry[kind]!r}")
             continue
-        if rule.measure is not None and (kind != "best" or not isinstance(rule.measure, str)):
-            problems += problem("conflict", f"{where}.measure: expected the name of a score, with best, got {rule.measure!r}")
+        measure = entry.get("measure")
+        if measure is not None and (kind != "best" or not isinstance(measure, str)):
+            problems += problem("conflict", f"{where}.measure: expected the name of a score, with best, got {measure!r}")
         if not isinstance(rule.recompute_statistics, bool):
             problems += problem(
                 "wrong-type", f"{where}.recompute_statistics: expected True or False, got {rule.recompute_statistics!r}"

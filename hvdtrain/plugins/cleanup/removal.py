@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.hooks import CheckpointHooks, Needed
+from hvdtrain.config.check import did_you_mean
 from hvdtrain.plugins.cleanup.keys import OldModelsKeys
 from hvdtrain.plugins.cleanup.rule import PATTERN, CleanupRule, parse_rule
 from hvdtrain.runtime import log
-from hvdtrain.schedule.history import EpochRecord
+from hvdtrain.schedule.history import META, EpochRecord
 from hvdtrain.settings import Settings
 
 
@@ -24,9 +25,11 @@ class Cleanup(CheckpointHooks):
 
     def __init__(self, rule: CleanupRule) -> None:
         self._rule = rule
+        self._has_checked = False
 
     def clean_up(self, checkpoints: CheckpointFolder, history: Sequence[EpochRecord], needed: Needed) -> bool:
         rule = self._rule
+        self._check_names(history)
         epochs = checkpoints.finished_epochs()
         reasons_to_keep = rule.epochs_to_keep(epochs, {record.epoch: record.comparable for record in history})
         for epoch, reasons in needed(epochs).items():
@@ -43,6 +46,19 @@ class Cleanup(CheckpointHooks):
         log.info(f"We will delete the models of epochs {removed}.")
         checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
         return True
+
+    def _check_names(self, history: Sequence[EpochRecord]) -> None:
+        """Warn of scores to ignore that no epoch has, once. It is no error: configs for RETURNN name what they may have."""
+        names = sorted({name for record in history for name in record.scores if not name.startswith(META)})
+        if self._has_checked or not names:
+            return
+        self._has_checked = True
+        for name in self._rule.ignore_score_keys:
+            if name not in names:
+                log.warning(
+                    f"cleanup_old_models.ignore_score_keys: expected scores among {', '.join(names)}, got {name!r}, which no "
+                    f"epoch has{did_you_mean(name, names)}"
+                )
 
 
 def _shorten(epochs: list[int]) -> str:

@@ -149,6 +149,7 @@ def test_rules_and_their_mistakes() -> None:
         ({"running": "3,9"}, "average_checkpoints.running: out-of-range"),
         ([{"best": 5, "by": "x"}], "average_checkpoints[0].by: unknown-key"),
         ({"last": 5, "measure": "dev_loss_ce"}, "average_checkpoints.measure: conflict"),
+        ({"running": 5, "measure": "dev_loss_ce"}, "average_checkpoints.measure: conflict"),
         ({"last": 5, "recompute_statistics": 1}, "average_checkpoints.recompute_statistics: wrong-type"),
         ([{"last": 5}, {"last": 5}], "average_checkpoints: duplicate"),
     ]

@@ -1,11 +1,16 @@
 """Which models `cleanup_old_models` keeps."""
 
 from math import nan
+from pathlib import Path
 
 import pytest
 
+from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.cleanup.removal import Cleanup
 from hvdtrain.plugins.cleanup.rule import CleanupRule, parse_rule
+from hvdtrain.runtime import log
+from hvdtrain.schedule.history import EpochRecord
 
 # What RETURNN keeps of epochs 1 to n with the scores below.
 KEPT = [
@@ -49,3 +54,15 @@ def test_the_best_models_by_a_score_that_rises_are_kept() -> None:
     ignoring = CleanupRule(1, 1, [], ignore_score_keys=["dev_loss_bleu"])
     assert ignoring.epochs_to_keep(scores, scores) == {4: ["last"]}
     assert CleanupRule(1, 0).epochs_to_keep(range(1, 10), {}) == {4: ["pattern"], 5: ["pattern"], 8: ["pattern"], 9: ["last"]}
+
+
+def test_scores_to_ignore_that_no_epoch_has_are_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(log, "warning", lines.append)
+    cleanup = Cleanup(CleanupRule(ignore_score_keys=["dev_loss_ce", "dev_los_bleu"]))
+    for _ in range(2):
+        record = EpochRecord(1, 0.1, {"dev_loss_ce": 1.0, "dev_loss_bleu": 2.0})
+        cleanup.clean_up(CheckpointFolder(tmp_path / "model"), [record], lambda epochs: {})
+    [line] = lines
+    assert "ignore_score_keys: expected scores among dev_loss_bleu, dev_loss_ce, got 'dev_los_bleu'" in line
+    assert "did you mean dev_loss_bleu?" in line

@@ -39,7 +39,6 @@ MEASURES: Registry[Callable[[Settings, Session], EpochMeasure | None]] = Registr
 FINAL_MODELS: Registry[Callable[[Settings, Session, StepLog], Sequence[Average]]] = Registry("final_models")
 """What plug-ins make of the checkpoints after the last epoch, such as averages of them."""
 
-
 CALLBACKS: Registry[Callable[[Settings], Sequence[Any]]] = Registry("callbacks")
 """Those of plug-ins."""
 

@@ -36,14 +36,14 @@ def _part(batch: Batch, rows: slice) -> Batch:
     tags = batch.seq_tags
     parts = batch.parts
     joined = batch.joined
-    part = Batch(
+    piece = Batch(
         {name: _rows(padded, rows) if joined is None else _pieces(padded, joined, rows) for name, padded in batch.data.items()},
         batch.indices[rows],
         None if tags is None else lambda: tags()[rows],
         joined=None if joined is None else joined[rows],
         parts=None if parts is None else BatchParts(parts.names, parts.numbers[rows]),
     )
-    return part if batch.collate is None else batch.collate(part)
+    return piece if batch.collate is None else batch.collate(piece)
 
 
 def _rows(padded: Padded, rows: slice) -> Padded:

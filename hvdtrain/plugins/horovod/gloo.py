@@ -92,8 +92,8 @@ def gloo_environment(environ: Mapping[str, str]) -> dict[str, str]:
     else:
         address = "127.0.0.1" if job.is_on_one_host else address_of(job.hosts[0])
         port = find(job, address)
-    other = next((host for host in job.hosts if host != job.hosts[job.node]), None)
-    interface = "lo" if other is None else interface_towards(address_of(other))
+    remote_host = next((host for host in job.hosts if host != job.hosts[job.node]), None)
+    interface = "lo" if remote_host is None else interface_towards(address_of(remote_host))
     return {
         **job.horovod,
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
@@ -192,9 +192,8 @@ def address_of(host: str) -> str:
     except OSError as error:
         try:
             node = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, timeout=30).stdout
-            found = re.search(r"NodeAddr=(\S+)", node)
-            if found is not None:
-                return socket.gethostbyname(found[1])
+            if (node_address := re.search(r"NodeAddr=(\S+)", node)) is not None:
+                return socket.gethostbyname(node_address[1])
         except (OSError, subprocess.TimeoutExpired):
             pass
         raise LaunchError(f"Horovod over Gloo: expected a host name that can be resolved, got {host!r}: {error}") from None

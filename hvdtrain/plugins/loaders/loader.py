@@ -236,8 +236,9 @@ class SamplerBatches(SamplerOrder):
         return [[int(index) for index in batch] for batch in read]
 
     def _check(self, order: list[Any]) -> None:
-        found = [index for batch in order for index in batch]
-        if not all(order) or len(set(found)) < len(found) or min(found, default=-1) < 0 or max(found) >= self._size:
+        indices = [index for batch in order for index in batch]
+        is_unique = len(set(indices)) == len(indices)
+        if not all(order) or not is_unique or min(indices, default=-1) < 0 or max(indices) >= self._size:
             raise DataError(
                 f"{self._where}: expected batches with each of the {self._size} items at most once, got others by {self._kind} "
                 "(a function as seq_ordering may repeat items)"

@@ -39,13 +39,11 @@ POLL_INTERVAL = 0.05
 REPORT_TIMEOUT = 2.0
 """Seconds in which the other processes may report their errors after one has failed."""
 
-
 Child = subprocess.Popen[bytes] | ForkedProcess
 
 RestartRule = Callable[[list[Place], Mapping[int, int]], list[Place]]
 """Called with the places of the processes that were started, and the exit statuses of those that failed, by rank; returns the
 places of those to start next."""
-
 
 PROGRAM = ("-m", "hvdtrain")
 """Python's arguments that start the command line."""

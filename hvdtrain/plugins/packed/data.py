@@ -196,12 +196,12 @@ class PackedData:
         widths = (getattr(layer, "proj_size", 0) or layer.hidden_size, layer.hidden_size)[: 1 + is_lstm]
         states = [values.new_zeros(1, spans[0][1], width) for width in widths]
         outputs = []
-        parts = torch.split(values.index_select(0, rows), [steps * size for steps, size in spans])
-        for part, (steps, size) in zip(parts, spans, strict=True):
+        values_of_spans = torch.split(values.index_select(0, rows), [steps * size for steps, size in spans])
+        for span_values, (steps, size) in zip(values_of_spans, spans, strict=True):
             states = [state[:, :size] for state in states]
             first = states if is_lstm else states[0]
             output, *states = compute(
-                part.view(steps, size, -1), first, weights, layer.bias, 1, 0.0, layer.training, False, False
+                span_values.view(steps, size, -1), first, weights, layer.bias, 1, 0.0, layer.training, False, False
             )
             outputs.append(output.flatten(0, 1))
         return torch.cat(outputs).index_select(0, places)

@@ -87,14 +87,17 @@ def checkpoint_error(file: Path, unfinished: Sequence[Path] = ()) -> Iterator[No
     except OSError as error:
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {error}{_free_text(file, error.errno)}") from error
     except RuntimeError as error:
-        why = _write_error([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")]) or str(error)
+        cause = _write_error([*unfinished, file.with_name(f"{file.name}.probe{UNFINISHED}")])
+        why = error if cause is None else f"{cause}{_free_text(file, cause.errno)}"
         raise CheckpointError(f"{file}: expected to write a checkpoint, got: {why}") from error
 
 
 def _free_text(file: Path, number: int | None) -> str:
-    """For an error that says that the disk is full, how much is free on it."""
+    """For an error that says that the disk is full, how much is free on it, and what to do."""
     with suppress(OSError):
-        return f" ({size_text(shutil.disk_usage(file.parent).free)} free there)" if number == errno.ENOSPC else ""
+        free = size_text(shutil.disk_usage(file.parent).free)
+        advice = "with more, the same command continues; cleanup_old_models keeps fewer models"
+        return f" ({free} free there; {advice})" if number == errno.ENOSPC else ""
     return ""
 
 
@@ -102,7 +105,7 @@ PROBE = 4 << 20
 """The number of bytes to write to find out why writing failed: more than is free on a full disk."""
 
 
-def _write_error(files: Sequence[Path]) -> str | None:
+def _write_error(files: Sequence[Path]) -> OSError | None:
     """Why files cannot be written; None: they can. On a full disk, torch's writer only reports an unexpected position, so this
     appends to the existing files, and writes a new one.
     """
@@ -114,7 +117,7 @@ def _write_error(files: Sequence[Path]) -> str | None:
                 probe.flush()
                 os.fsync(probe.fileno())
         except OSError as error:
-            return str(error)
+            return error
         finally:
             with suppress(OSError):
                 if is_new:

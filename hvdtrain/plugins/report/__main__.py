@@ -16,14 +16,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.serve and (options.out or options.pictures):
         parser().error("--serve writes no file: expected neither --out nor --pictures with it")
+    out = options.out or options.folders[0] / "report.html"
     try:
         if options.serve:
             from hvdtrain.plugins.report.serve import serve
 
             return serve(options.folders, options.port, announce=lambda line: print(line, flush=True))
-        files = _write(options.folders, options.out or options.folders[0] / "report.html", options.pictures)
-    except (HvdtrainError, OSError) as error:
+        files = _write(options.folders, out, options.pictures)
+    except HvdtrainError as error:
         print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error.filename or out}: expected a file that can be written, got: {error.strerror or error}", file=sys.stderr)
         return 2
     print("\n".join(str(file) for file in files))
     return 0

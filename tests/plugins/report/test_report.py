@@ -363,6 +363,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "scores.jsonl").write_text('{"epoch": 1\n')
     assert main([str(tmp_path)]) == 2
     assert f"{tmp_path / 'scores.jsonl'}, line 1: expected JSON, got:" in capsys.readouterr().err
+    out = tmp_path / "none" / "page.html"
+    assert main([str(run_folder(tmp_path / "run")), "--out", str(out)]) == 2
+    assert f"{out}: expected a file that can be written, got: No such file or directory" in capsys.readouterr().err
 
 
 def test_names_that_tell_runs_apart(one: Path, two: Path, tmp_path: Path) -> None:

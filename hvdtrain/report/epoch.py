@@ -1,10 +1,9 @@
-"""The report on a finished epoch, its log lines, and the rank that the others waited for."""
+"""The report on a finished epoch, and its log lines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Protocol
 
 from hvdtrain.data.files import size_text
@@ -101,17 +100,16 @@ class EpochReport:
             lines.append((2, f"{start}: {self.splits} batches did not fit into memory and were split (split_on_oom)"))
         return lines
 
-    def score_lines(self, datasets: Sequence[str]) -> list[tuple[int, str]]:
-        """Lines about the ranks' seconds and the scores, in the same form. Programs read those about scores.
+    def score_lines(self, datasets: Sequence[str]) -> list[str]:
+        """One line for training and one for all evaluations, which programs read.
 
         Args:
             datasets: names of the evaluated datasets.
         """
-        start = f"train epoch {self.epoch}"
-        lines = [(5, f"{start}, seconds: {row}") for row in seconds_lines(self.seconds)]
-        late = straggler_line(self.seconds)
-        lines += [(2, f"{start}: {late}")] if late else []
-        return lines + [(5, line) for line in self._score_lines(datasets)]
+        total = self.seconds_before + sum(self.seconds[0].values()) if self.seconds else self.elapsed
+        lines = [f"epoch {self.epoch} score: {_scores_of(self.scores, 'train')}, elapsed: {clock_text(total)}"]
+        evaluations = "; ".join(f"{dataset}: {_scores_of(self.scores, dataset)}" for dataset in datasets)
+        return lines + ([f"epoch {self.epoch} evaluation: {evaluations}"] if evaluations else [])
 
     @property
     def is_updated(self) -> bool:
@@ -134,18 +132,6 @@ class EpochReport:
         """The range of the learning rate, in words."""
         between = f", at most {rates['highest']:.4g}" if rates["highest"] > max(rates["first"], self.learning_rate) else ""
         return f"from {rates['first']:.4g} to {self.learning_rate:.4g}{between}, mean {rates['mean']:.4g}"
-
-    def _score_lines(self, datasets: Sequence[str]) -> list[str]:
-        """One line for training and one for all evaluations."""
-
-        def scores_of(dataset: str) -> str:
-            start = f"{dataset}_loss_"
-            return text({name.removeprefix(start): value for name, value in self.scores.items() if name.startswith(start)})
-
-        total = self.seconds_before + sum(self.seconds[0].values()) if self.seconds else self.elapsed
-        lines = [f"epoch {self.epoch} score: {scores_of('train')}, elapsed: {clock_text(total)}"]
-        evaluations = "; ".join(f"{dataset}: {scores_of(dataset)}" for dataset in datasets)
-        return lines + ([f"epoch {self.epoch} evaluation: {evaluations}"] if evaluations else [])
 
 
 @dataclass(frozen=True)
@@ -175,15 +161,16 @@ class EvaluationReport:
 
     def line(self, datasets: Sequence[str]) -> str:
         """The log line. `datasets`: the names of the evaluated datasets."""
-        texts = []
-        for dataset in datasets:
-            start = f"{dataset}_loss_"
-            scores = {name.removeprefix(start): value for name, value in self.scores.items() if name.startswith(start)}
-            texts.append(f"{dataset}: {text(scores)}")
+        texts = [f"{dataset}: {_scores_of(self.scores, dataset)}" for dataset in datasets]
         return (
             f"epoch {self.epoch} evaluation after step {self.step} ({self.progress:.1%}): {'; '.join(texts)}, "
             f"in {clock_text(self.seconds)}"
         )
+
+
+def _scores_of(scores: Mapping[str, float], dataset: str) -> str:
+    start = f"{dataset}_loss_"
+    return text({name.removeprefix(start): value for name, value in scores.items() if name.startswith(start)})
 
 
 EvaluationReceiver = Callable[[EvaluationReport], None]
@@ -198,119 +185,3 @@ class Reporter(Protocol):
 
 FEW_RANKS = 8
 """In a job of at most this many ranks, as on one host, the log and TensorBoard show each of them."""
-
-
-def seconds_lines(seconds: Sequence[Mapping[str, float]]) -> list[str]:
-    """The ranks' seconds by activity: one line per rank if there are few, else the median and the slowest rank.
-
-    >>> seconds_lines([{"compute": 8.25, "rest": 1}, {"compute": 7, "rest": 2.25}])
-    ['rank 0: compute 8.2, rest 1.0', 'rank 1: compute 7.0, rest 2.2']
-    >>> for line in seconds_lines([{"data wait": 0.1, "compute": 8.0}] * 99 + [{"data wait": 3.0, "compute": 8.1}]):
-    ...     print(line)
-    median of 100 ranks: data wait 0.1, compute 8.0
-    slowest, rank 99: data wait 3.0, compute 8.1; waiting for data took 2.9 s longer than usual
-    """
-    if len(seconds) <= FEW_RANKS:
-        return [f"rank {number}: {_seconds_text(rank)}" for number, rank in enumerate(seconds)]
-    usual = _medians(seconds)
-    slowest = _slowest(seconds)
-    cause = max(OWN_WORK, key=lambda name: seconds[slowest].get(name, 0.0) - usual.get(name, 0.0))
-    longer = seconds[slowest].get(cause, 0.0) - usual.get(cause, 0.0)
-    return [
-        f"median of {len(seconds)} ranks: {_seconds_text(usual)}",
-        f"slowest, rank {slowest}: {_seconds_text(seconds[slowest])}; {OWN_WORK[cause]} took {longer:.1f} s longer than usual",
-    ]
-
-
-def _seconds_text(seconds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05) or "0.0 in all"
-
-
-def _medians(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for rank in seconds for name in rank)
-    return {name: median(rank.get(name, 0.0) for rank in seconds) for name in names}
-
-
-def _slowest(seconds: Sequence[Mapping[str, float]]) -> int:
-    """The rank that took longest for its own work."""
-    return max(range(len(seconds)), key=lambda rank: own_seconds(seconds[rank]))
-
-
-OWN_WORK = {"data wait": "waiting for data", "compute": "computing"}
-"""Activities of a rank in a training step that involve no other rank, with their names in the log."""
-
-COLLECTIVES = ("communication", "parameter sync")
-"""Activities in which a rank waits for the others."""
-
-MIN_SHARE = 0.15
-"""A rank is reported if it takes longer than the others by this share. Random batch lengths explain smaller differences."""
-
-MIN_SECONDS = 0.2
-"""It also has to take this many seconds longer: the times of a short epoch are mostly noise."""
-
-
-def straggler_line(seconds: Sequence[Mapping[str, float]]) -> str | None:
-    """A line about the slowest rank: how long the others waited for it, and whether reading data or computing is the cause.
-
-    Args:
-        seconds: for every rank, seconds of an epoch by activity.
-
-    Returns:
-        None if no rank held up the others.
-
-    >>> straggler_line([{"compute": 8.0, "communication": 3.1}, {"compute": 11.0, "communication": 0.1}])
-    'rank 1 held the others up by 3.0 s (38%): computing took 11.0 s, against 8.0 s'
-    >>> straggler_line([{"compute": 8.0, "communication": 0.2}, {"compute": 8.3, "communication": 0.1}])
-    """
-    slowest = straggler(seconds)
-    if slowest is None:
-        return None
-    typical = {
-        name: median(rank.get(name, 0.0) for number, rank in enumerate(seconds) if number != slowest.rank) for name in OWN_WORK
-    }
-    times = seconds[slowest.rank]
-    cause = max(OWN_WORK, key=lambda name: times.get(name, 0.0) - typical[name])
-    return (
-        f"rank {slowest.rank} held the others up by {slowest.late:.1f} s ({slowest.share:.0%}): {OWN_WORK[cause]} took "
-        f"{times.get(cause, 0.0):.1f} s, against {typical[cause]:.1f} s"
-    )
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that held up the others.
-
-    Attributes:
-        late: seconds that it took longer than the median of the others.
-        share: the same as a share of their time.
-    """
-
-    rank: int
-    late: float
-    share: float
-
-
-def straggler(seconds: Sequence[Mapping[str, float]]) -> Straggler | None:
-    """The rank that held up the others in an epoch, if any. The argument is that of `straggler_line`."""
-    if len(seconds) < 2:
-        return None
-    own_work = [own_seconds(rank) for rank in seconds]
-    slowest = _slowest(seconds)
-    others = [rank for number, rank in enumerate(seconds) if number != slowest]
-    usual = median(time for number, time in enumerate(own_work) if number != slowest)
-    late = own_work[slowest] - usual
-    # The slowest rank arrives last, so it hardly waits itself: only if the others waited for it, it is the cause.
-    waited = median(_waiting(rank) for rank in others) - _waiting(seconds[slowest])
-    if late < MIN_SECONDS or late < MIN_SHARE * usual or waited < late / 2:
-        return None
-    return Straggler(slowest, late, late / usual if usual else 0.0)
-
-
-def own_seconds(rank: Mapping[str, float]) -> float:
-    """Seconds that a rank spent on its own work: computing and waiting for data."""
-    return sum(rank.get(name, 0.0) for name in OWN_WORK)
-
-
-def _waiting(rank: Mapping[str, float]) -> float:
-    """Seconds that a rank spent in collectives."""
-    return sum(rank.get(name, 0.0) for name in COLLECTIVES)

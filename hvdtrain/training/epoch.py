@@ -236,7 +236,7 @@ def log_epoch(report: EpochReport, datasets: Sequence[str], history: Sequence[Ep
         datasets: the names of the evaluated datasets.
         initial: the losses and errors of the epoch's first batch.
     """
-    for level, line in report.score_lines(datasets):
-        log.write(level, line)
+    for line in report.score_lines(datasets):
+        log.write(5, line)
     for line in divergence_lines(history, name_scores("train", initial), report.learning_rate):
         log.warning(line)

@@ -11,8 +11,8 @@ from statistics import fmean
 
 from hvdtrain.plugins.report.plots import finite, seconds_of, sequences_per_second, split
 from hvdtrain.plugins.report.runs import Run
+from hvdtrain.plugins.report.slow_ranks import straggler
 from hvdtrain.report import rows
-from hvdtrain.report.epoch import straggler
 from hvdtrain.runtime.timer import duration_text
 
 SILENT = 120.0

@@ -21,7 +21,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.report import overview, plots, project
 from hvdtrain.plugins.report.plots import Figure, finite, split
 from hvdtrain.plugins.report.runs import Run
-from hvdtrain.report.epoch import straggler_line
+from hvdtrain.plugins.report.slow_ranks import straggler_line
 from hvdtrain.report.starts import hosts_text
 from hvdtrain.runtime.timer import duration_text
 from hvdtrain.version import __version__

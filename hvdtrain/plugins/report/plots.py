@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 
 from hvdtrain.plugins.report.runs import Run
-from hvdtrain.report.epoch import own_seconds
+from hvdtrain.plugins.report.slow_ranks import own_seconds
 
 Values = list[float | None]
 """Numbers; None for those that are missing or not finite."""

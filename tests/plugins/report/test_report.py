@@ -28,8 +28,8 @@ from hvdtrain.plugins.report.__main__ import main
 from hvdtrain.plugins.report.plots import MAX_POINTS, decimate, score_figures, time_figures
 from hvdtrain.plugins.report.runs import read_runs
 from hvdtrain.plugins.report.serve import open_server
+from hvdtrain.plugins.report.slow_ranks import log_lines, straggler_line
 from hvdtrain.plugins.trackers.receivers import TensorBoard, metrics
-from hvdtrain.report.epoch import straggler_line
 from hvdtrain.report.json_lines import as_line
 from hvdtrain.report.starts import Start, append_start
 
@@ -55,13 +55,13 @@ def of_many_ranks(size: int = 1000) -> list[dict[str, float]]:
 
 
 def test_of_many_ranks_the_log_has_the_median_and_the_slowest() -> None:
-    lines = [line for _, line in replace(REPORT, seconds=of_many_ranks()).score_lines([])]
+    lines = [line for _, line in log_lines(replace(REPORT, seconds=of_many_ranks()))]
     [usual, slowest] = [line for line in lines if ", seconds: " in line]
     assert usual.startswith("train epoch 3, seconds: median of 1000 ranks: data wait 0.1, compute 10.0, communication 3.5, ")
     assert slowest.startswith("train epoch 3, seconds: slowest, rank 517: data wait 3.1, compute 10.0, communication 0.5, ")
     assert slowest.endswith("; waiting for data took 3.0 s longer than usual")
     assert "train epoch 3: rank 517 held the others up by 3.0 s (30%): waiting for data took 3.1 s, against 0.1 s" in lines
-    few = [line for _, line in replace(REPORT, seconds=of_many_ranks()[:8]).score_lines([]) if ", seconds: rank " in line]
+    few = [line for _, line in log_lines(replace(REPORT, seconds=of_many_ranks()[:8])) if ", seconds: rank " in line]
     assert len(few) == 8
 
 
@@ -95,7 +95,7 @@ def test_no_rank_is_blamed_without_reason() -> None:
 def test_the_time_of_an_epoch_that_was_resumed_is_all_of_it() -> None:
     report = replace(REPORT, elapsed=72.0, seconds=[{"compute": 10.0, "evaluation": 5.0}], seconds_before=62.0)
     assert report.line.startswith("train epoch 3, finished after 10 steps, 0:01:12 elapsed")
-    assert (5, "epoch 3 score: ce 2, elapsed: 0:01:17") in report.score_lines([])
+    assert "epoch 3 score: ce 2, elapsed: 0:01:17" in report.score_lines([])
     assert as_line(report)["seconds_before"] == 62.0
     assert "seconds_before" not in as_line(REPORT)
 

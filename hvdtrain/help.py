@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from hvdtrain.config.check import describe, did_you_mean
 from hvdtrain.config.foreign import ALIASES, TRANSLATIONS
 from hvdtrain.config.keys import Key, declared_keys
-from hvdtrain.config.synonyms import SYNONYMS
+from hvdtrain.config.plugins import synonym
 from hvdtrain.errors import LaunchError, Problem
 from hvdtrain.settings import DATASET_SECTIONS, DICTS, SECTIONS
 
@@ -107,8 +107,8 @@ def explanation(word: str) -> str:
     if containing and not did_you_mean(name, containing):
         more = f" {len(containing) - MOST} more have it in their names" if len(containing) > MOST else ""
         meant = f" (did you mean {' or '.join(containing[:MOST])}?{more})"
-    if name in SYNONYMS:
-        meant = f" (here, it is {SYNONYMS[name]})"
+    if (here := synonym(name)) is not None:
+        meant = f" (here, it is {here})"
     hint = f"; the descriptions of these keys have it: {', '.join(dict.fromkeys(about))}" if about else ""
     raise LaunchError(f"{word}: expected a key, a topic or a command, got none of them{meant}{hint}")
 

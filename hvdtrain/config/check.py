@@ -17,9 +17,9 @@ from hvdtrain.config.absent import absent
 from hvdtrain.config.convert import Mismatch, convert, words_of
 from hvdtrain.config.keys import REQUIRED, Key, declared_keys, spellings
 from hvdtrain.config.overrides import OVERRIDING
+from hvdtrain.config.plugins import synonym
 from hvdtrain.config.references import is_reference, resolve
 from hvdtrain.config.source import Source
-from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, Problem, problem
 
 S = TypeVar("S")
@@ -107,14 +107,14 @@ def unknown_keys(
             problems += problem("unknown-key", f"{name}: unknown key in {origin} (did you mean {match}?)")
         elif origin in OVERRIDING and (name in source.unused or _is_only_prose(source, name)):
             hint = f"did you mean {inside[name]}?" if name in inside else "it is not a key, and the config does not mention it"
-            hint = f"did you mean {SYNONYMS[name]}?" if name in SYNONYMS else hint
+            hint = f"did you mean {meant}?" if (meant := synonym(name)) is not None else hint
             problems += problem("unknown-key", f"{name}: unknown key in {origin} ({hint})")
         elif source.is_read(name):
             continue
-        elif name in SYNONYMS and not source.is_foreign and not callable(value) and source.is_only_set(name):
+        elif not source.is_foreign and not callable(value) and (meant := synonym(name)) is not None and source.is_only_set(name):
             problems += problem(
                 "unknown-key",
-                f"{name}: unknown key in {origin} (here, it is {SYNONYMS[name]}; another name for something of your own, which "
+                f"{name}: unknown key in {origin} (here, it is {meant}; another name for something of your own, which "
                 "nothing here reads)",
             )
         elif origin in OVERRIDING and source.texts:
@@ -125,7 +125,7 @@ def unknown_keys(
 def _is_only_prose(source: Source, name: str) -> bool:
     """Whether an override has another trainer's name of a key, which a config's comments may mention, but no code."""
     is_quoted = any(re.search(rf"[\"']{re.escape(name)}[\"']", text) for text in source.texts.values())
-    return name in SYNONYMS and not is_quoted and not source.is_read(name)
+    return synonym(name) is not None and not is_quoted and not source.is_read(name)
 
 
 def unread_line(source: Source, known: Iterable[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
-from hvdtrain.config.synonyms import SYNONYMS
+from hvdtrain.config.plugins import synonym
 from hvdtrain.errors import ConfigError, problem
 
 OPTIONS = (
@@ -68,7 +68,7 @@ def _as_key(name: str, value: str) -> str:
     >>> _as_key("lr", "3"), _as_key("hidden", ""), _as_key("weight_decay", "0.1")
     ('++learning_rate 3', '++hidden VALUE', "in the config: optimizer = {'class': ..., 'weight_decay': ...}")
     """
-    key = SYNONYMS.get(name, name)
+    key = synonym(name) or name
     return f"++{key} {value or 'VALUE'}" if key.isidentifier() or key == name else f"in the config: {key}"
 
 

@@ -100,6 +100,7 @@ class Plugin:
         tensors: by the name of a class of arrays in a batch (data/types.py), the dataclass that train_step gets with PyTorch
             (`TENSORS` in learner/torch/tensors.py).
         translations: by the name of another program, the `Translation` of its configs.
+        synonyms: by any name, what options of other programs are here, by their names there: for messages about unknown keys.
         needs: by the name of another folder of `hvdtrain/plugins/`, what does not work without it.
     """
 
@@ -146,6 +147,7 @@ class Plugin:
     templates: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
     translations: Mapping[str, str] = field(default_factory=dict)
+    synonyms: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -201,6 +203,14 @@ class Registry(Mapping[str, T]):
 
 NAMES: Registry[Any] = Registry("names")
 """What programs import from hvdtrain: `hvdtrain.train` and so on."""
+
+SYNONYMS: Registry[Mapping[str, str]] = Registry("synonyms")
+
+
+def synonym(name: str) -> str | None:
+    """What another program's name of an option is here; None: no plug-in knows it."""
+    return next((names[name] for names in SYNONYMS.values() if name in names), None)
+
 
 JOINED = ("callbacks", "epoch_scores", "higher_is_better")
 """Keys with values of which there may be several: the plug-in's come first."""

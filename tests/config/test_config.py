@@ -29,9 +29,9 @@ from hvdtrain.config.large_imports import _is_installed
 from hvdtrain.config.overrides import COMMAND_LINE
 from hvdtrain.config.references import is_reference, resolve
 from hvdtrain.config.source import Source, load
-from hvdtrain.config.synonyms import SYNONYMS
 from hvdtrain.errors import ConfigError, LaunchError, Problem
 from hvdtrain.help import explanation
+from hvdtrain.plugins.other_trainer.synonyms import SYNONYMS
 from hvdtrain.plugins.programs.restored import separate_imports
 from hvdtrain.plugins.report.__main__ import parser as report_parser
 from hvdtrain.plugins.returnn.names import UNSUPPORTED

@@ -1,4 +1,4 @@
-"""What other trainers call our keys. Imports nothing: `--help` reads it."""
+"""What other trainers call our keys."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from measuring import in_batches, machine, write_frames
 
-from hvdtrain.data.combine.cache import Budget, with_cache
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.dataset import open_hdf
+from hvdtrain.plugins.cache.budget import Budget
 from hvdtrain.plugins.hdf_tools.check import repack
 
 EPOCHS = 2
@@ -43,7 +43,7 @@ def main() -> None:
             for name, path in files.items():
                 found.setdefault((name, "0"), []).append(epochs(open_hdf([path]), options.batch))
                 if name != "contiguous":
-                    found.setdefault((name, "-1"), []).append(epochs(with_cache(open_hdf([path]), Budget(None)), options.batch))
+                    found.setdefault((name, "-1"), []).append(epochs(Budget(None).keep(open_hdf([path])), options.batch))
         print("| layout | file, MB | cache_size | MB/s in epoch 1 | in epoch 2 | epoch 2 relative to cache_size 0 |")
         print("|---|---|---|---|---|---|")
         for (name, size), rows in found.items():

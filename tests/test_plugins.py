@@ -27,6 +27,7 @@ ASKING: dict[str, dict[str, list[str]]] = {
     },
     "local_disk": {"checkpoint_local: unknown key": ["++checkpoint_local", "/tmp"]},
     "preload": {"preload_from_files: unknown key": ["++preload_from_files", "{}"]},
+    "cache": {"cache_size: unknown key": ["++cache_size", "1M"]},
     "chunks": {"chunking: unknown key": ["++chunking", "50:25"]},
     "combine": {"train.class: expected one of": ["++train", "{'class': 'MetaDataset'}"]},
     "copies": {

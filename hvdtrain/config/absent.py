@@ -12,6 +12,7 @@ from hvdtrain.errors import ConfigError
 NAMES = {
     "average": "average average_checkpoints",
     "bars": "tqdm",
+    "cache": "cache_size",
     "chunks": "chunking min_chunk_size chunking_tail context_window",
     "cleanup": "cleanup_old_models",
     "combine": "FilesDataset CombinedDataset ConcatDataset MixingDataset MetaDataset MapDataset",

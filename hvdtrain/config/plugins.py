@@ -76,6 +76,8 @@ class Plugin:
         savers: by the value of the key `backend`, a function of whether the process may be forked: it returns what writes copies
             of checkpoints while training goes on, a `BackgroundSaver` (learner/frameworks.py).
         storages: by any name, a `Storage`, which reads data files at URLs.
+        caches: by any name, a function of the settings, of datasets that are opened together, and of the number of ranks on this
+            host: it returns a `Cache` for each dataset, in which sequences stay once they are read.
         copiers: by any name, a `Copier`, which copies data files to local disks before they are read.
         data_checks: by any name, a `DataCheck`, which compares the data with that of the checkpoint, and between the ranks.
         lengths: by any name, a `LengthFinder`, for lengths that nothing but reading shows.
@@ -132,6 +134,7 @@ class Plugin:
     savers: Mapping[str, str] = field(default_factory=dict)
     storages: Mapping[str, str] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
+    caches: Mapping[str, str] = field(default_factory=dict)
     copiers: Mapping[str, str] = field(default_factory=dict)
     lengths: Mapping[str, str] = field(default_factory=dict)
     data_checks: Mapping[str, str] = field(default_factory=dict)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from os.path import abspath
 
 import numpy
 
-from hvdtrain.data.combine.cache import frame_size
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.data.plan.batch_keys import BatchKeys
@@ -34,14 +32,14 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     elif feed.dataset.has_fixed_order:
         order_name = "in its own order"
     lengths = feed.dataset.lengths
-    size = sum(int(lengths[key].sum(dtype=numpy.int64)) * frame_size(stream) for key, stream in feed.dataset.streams.items())
+    size = sum(int(lengths[key].sum(dtype=numpy.int64)) * stream.frame_size for key, stream in feed.dataset.streams.items())
     repeated = [(path, times) for part in feed.parts for path, times in Counter(map(abspath, part.files)).items() if times > 1]
     parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {order_name}", *([how] if how else []), size_text(size)]
     lines = [
         (4, "; ".join(parts)),
         *((2, f"{feed.name}: {text}") for text in (*feed.dataset.warnings(), *feed.broken.warnings())),
         *((2, f"{feed.name}: {path} is in the list of files {times} times") for path, times in repeated),  # patterns may overlap
-        *_cache_lines(feed, local_size),
+        *((4, f"{feed.name}: {line}") for line in feed.cache.lines(local_size)),
     ]
     used = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
     if feed.subset is not None:
@@ -73,27 +71,6 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     elif alone:
         lines.append((2, f"{feed.name}: {alone} sequences are longer than batch_size allows: each makes a batch by itself"))
     return lines
-
-
-def _cache_lines(feed: Feed, local_size: int) -> list[Line]:
-    if feed.budget is None or feed.budget.size == 0:
-        return []
-    if not feed.budget.caches:
-        return [(4, f"{feed.name}: no cache: all data is memory-mapped; the system caches it for all ranks of the host")]
-    whole, size = feed.budget.needed()
-    return [
-        (
-            4,
-            f"{feed.name}: cache: up to {size_text(size)} per rank, {size_text(local_size * size)} on this host; "
-            f"{size_text(whole)} would hold all of it" + (", more than the host has" if feed.budget.is_cut(whole) else ""),
-        )
-    ]
-
-
-def cache_texts(feeds: Sequence[Feed]) -> list[str]:
-    """The memory in which sequences of training are cached, for the first lines of the log; empty: nothing asks for it."""
-    budgets = [feed.budget for feed in feeds[:1] if feed.budget is not None and feed.budget.size != 0 and feed.budget.caches]
-    return [f"cache: {size_text(size)} of {size_text(whole)} per rank" for whole, size in (budget.needed() for budget in budgets)]
 
 
 def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy
 
 from hvdtrain.data.broken import BrokenSequences, check_finite
-from hvdtrain.data.combine.cache import Budget
+from hvdtrain.data.cache import NO_CACHE, Cache
 from hvdtrain.data.dataset import Dataset, DatasetPart, ended_iterator_error
 from hvdtrain.data.expected import BatchCheck, Expected, source_of
 from hvdtrain.data.files import Unchanged
@@ -40,7 +40,7 @@ class Feed:
         subset: the indices of the sequences to use, ascending; None: all of them.
         chunks: the chunks of all sequences, if they are cut: batches then consist of chunks.
         files: the files that the dataset reads, which must not change during training.
-        budget: the memory in which the dataset caches sequences.
+        cache: the memory in which sequences stay once they are read.
         only: a plan to use instead of an epoch's; None: the epoch's.
         parts: the datasets that the dataset consists of, which identify its data.
         expected: the entries of `extern_data` by data key, which every batch is compared with.
@@ -58,7 +58,7 @@ class Feed:
     subset: Array | None = None
     chunks: Chunks | None = None
     files: Unchanged | None = None
-    budget: Budget | None = None
+    cache: Cache = NO_CACHE
     only: Plan | None = None
     parts: Sequence[DatasetPart] = ()
     expected: Mapping[str, Expected] = field(default_factory=dict)

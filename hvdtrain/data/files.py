@@ -7,9 +7,8 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.errors import DataError
 
@@ -27,19 +26,6 @@ def why_not_opened(error: OSError) -> str:
 
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def parse_sizes(value: int | str | Sequence[int | str]) -> list[int | None]:
-    """Budgets in bytes for train, dev and eval (0: none, None: unlimited). Raises: ValueError.
-
-    >>> parse_sizes("2G"), parse_sizes([0, "1M"]), parse_sizes("-1,1K,0")
-    ([2147483648, 0, 0], [0, 1048576, 0], [None, 1024, 0])
-    """
-    parts: list[Any] = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else list(value)
-    if len(parts) > 3:
-        raise ValueError(value)
-    sizes = [parse_size(part) for part in parts]
-    return sizes + [0] * (3 - len(sizes))
 
 
 def parse_size(value: int | str) -> int | None:

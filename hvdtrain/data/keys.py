@@ -11,8 +11,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any, ClassVar, Self
 
-from hvdtrain.config.keys import REQUIRED, Rule, Section, key, not_negative, parsed_by
-from hvdtrain.data.files import parse_sizes
+from hvdtrain.config.keys import REQUIRED, Rule, Section, key, not_negative
 from hvdtrain.data.plan.order_keys import OrderKeys, is_order
 from hvdtrain.errors import Problem, problem
 
@@ -30,12 +29,6 @@ class DataKeys(Section):
     )
     dev: Any = key(None, "evaluated after every epoch; seq_ordering is sorted unless the dict says otherwise")
     eval: Any = key(None, "evaluated after every epoch, like dev")
-    cache_size: int | str | list[int | str] = key(
-        0,
-        "memory in which a rank keeps sequences of train, dev, eval that it has read (one size or up to three): 0 none, '2G' a "
-        "budget with K, M or G, -1 everything; memory-mapped files need none",
-        Rule("sizes such as 0, '512M', -1, or up to three of them", parsed_by(parse_sizes)),
-    )
     skip_broken: int = key(
         0,
         "the number of sequences of each dataset that training and evaluation leave out if they cannot be read (a missing or "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hvdtrain.config.references import resolve
-from hvdtrain.data.combine.cache import Budget, with_cache
+from hvdtrain.data.cache import NO_CACHE, Cache
 from hvdtrain.data.combine.user_code import with_own_numbers
 from hvdtrain.data.dataset import Dataset, DatasetPart, Scanning, SequenceSource
 from hvdtrain.data.foreign import as_dataset, is_iterable, is_map_style
@@ -27,13 +27,13 @@ class OpeningContext:
     """What the job provides to read its datasets.
 
     Attributes:
-        budget: the memory for cached sequences.
+        cache: the memory for sequences that are read.
         copies: by name of a data file, that of its copy on a local disk.
         scanning: for datasets whose lengths are found by reading them.
         parts: collects every opened dataset without others inside it.
     """
 
-    budget: Budget = field(default_factory=lambda: Budget(0))
+    cache: Cache = NO_CACHE
     copies: Mapping[str, str] = field(default_factory=dict)
     scanning: Scanning = field(default_factory=Scanning)
     parts: list[DatasetPart] = field(default_factory=list)
@@ -84,7 +84,7 @@ def _open(spec: DatasetSpec, context: OpeningContext) -> Dataset:
     if spec.datasets:
         return dataset
     context.parts.append(DatasetPart(spec.name, dataset, spec.files))
-    return with_cache(with_own_numbers(spec.name, dataset, context.scanning), context.budget)
+    return context.cache.keep(with_own_numbers(spec.name, dataset, context.scanning))
 
 
 def open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], context: OpeningContext) -> Dataset:
@@ -94,7 +94,7 @@ def open_kind(name: str, keys: DatasetKeys, inside: Mapping[str, DatasetSpec], c
         if is_remote(path) and path not in copies:
             raise DataError(f"{name}: expected a copy of {without_query(path)} on a local disk, got none (set cache_dir)")
     keys = keys.with_copies(copies) if copies else keys
-    inner = replace(context, budget=context.budget.part(keys.num_readers()))
+    inner = replace(context, cache=context.cache.shared_by(keys.num_readers()))
     with ExitStack() as on_failure:
         datasets = {}
         for child, spec in inside.items():

@@ -243,6 +243,8 @@ def _check_kind(
 
 
 def _cache_problems(name: str, size: Any) -> list[Problem]:
+    if size and (hint := absent("cache_size")):
+        return problem("unknown-key", f"{name}.cache_byte_size: expected 0, got {size}{hint}")
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
         return problem("wrong-type", f"{name}.cache_byte_size: expected a number of bytes, got {size!r}")
     if size and "." in name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import DataError
@@ -58,6 +59,11 @@ class Stream:
     def words(self) -> str:
         """What its frames are, for messages."""
         return f"{'class indices' if self.sparse else 'frames'} of shape {self.shape} and dimension {self.dim}"
+
+    @property
+    def frame_size(self) -> int:
+        """Bytes of a frame; a text counts as a pointer."""
+        return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm import this_process
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, num_bytes, on_rank_zero, together
-from hvdtrain.data.describe import batch_lines, cache_texts, feed_lines
+from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.files import size_text
 from hvdtrain.errors import ConfigError
@@ -117,8 +117,9 @@ def log_exchange(settings: Settings, session: Session, level: int) -> None:
     factor = scale_learning_rate(1.0, scale, size)
     kind = "divide" if scale is True else scale
     rate = f"learning rates x {factor:.4g} by horovod_scale_lr ({kind!r})" if scale else "learning rates as in the config"
-    parts = [session.reducer.description, message_text(settings, session), rate, *cache_texts(session.feeds)]
-    log.write(level, f"ranks: {BETWEEN.join([session.comm.transport, *parts])}")
+    caches = [summary for feed in session.feeds[:1] if (summary := feed.cache.summary())]
+    facts = [session.comm.transport, session.reducer.description, message_text(settings, session), rate, *caches]
+    log.write(level, f"ranks: {BETWEEN.join(facts)}")
     if message := settings.reduce.ignored_key_line(settings.reduce.reduce_type):
         log.warning(message)
     if settings.reduce.dataset_distribution == "random_seed_offset":

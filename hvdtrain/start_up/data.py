@@ -1,4 +1,4 @@
-"""Opening the datasets of a job: caches, and checks of the data against the keys."""
+"""Opening the datasets of a job, and checks of the data against the keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.plugins import Registry
 from hvdtrain.data.broken import BrokenSequences
-from hvdtrain.data.combine.cache import Budget, host_memory
+from hvdtrain.data.cache import CACHES, NO_CACHE
 from hvdtrain.data.expected import check_lengths, check_streams
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.files import Unchanged, parse_sizes
+from hvdtrain.data.files import Unchanged
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import COST, LIMITS_OF_LENGTHS, LIMITS_OF_SIZES
@@ -28,10 +28,6 @@ from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.scanning import open_scanning
-
-MEMORY_SHARE = 0.8
-"""The share of a host's free memory that the caches of its ranks may use together."""
-
 
 NO_COPIES: Mapping[str, str] = {}
 
@@ -157,18 +153,13 @@ def open_datasets(
         DataError: a file is bad.
     """
     scanning = open_scanning(settings, comm, watchdog)
-    sizes = parse_sizes(settings.data.cache_size)
     specs = list(specs)
-    spec_sizes = [spec.cache_byte_size or 0 for spec in specs]
-    memory = host_memory() if any(size != 0 for size in (*sizes, *spec_sizes)) else None
-    host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // comm.local_size)
-    budgets = {"train": sizes[0], "dev": sizes[1]}
-
+    make_caches = CACHES.last
+    caches = [NO_CACHE] * len(specs) if make_caches is None else make_caches(settings, specs, comm.local_size)
     feeds = []
-    for spec in specs:
-        size = budgets.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size
+    for spec, cache in zip(specs, caches, strict=True):
         scanning = replace(scanning, broken=BrokenSequences(spec.name, settings.data.skip_broken if skips_broken else 0))
-        feeds.append(_open_feed(settings, comm, spec, OpeningContext(Budget(size, within=host), copies, scanning)))
+        feeds.append(_open_feed(settings, comm, spec, OpeningContext(cache, copies, scanning)))
     return feeds
 
 
@@ -191,7 +182,7 @@ def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, contex
         comm.size,
         settings.reduce.dataset_distribution if spec is settings.train else "shard",
         files=files,
-        budget=context.budget,
+        cache=context.cache,
         parts=context.parts,
         expected=settings.expected,
         broken=context.scanning.broken,

@@ -20,7 +20,6 @@ import torch
 from opened_data import opened
 from speech_files import write_folder
 
-from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.feed import Feed
@@ -29,6 +28,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Batch, Stream
 from hvdtrain.data.views import OneAtATime, View
+from hvdtrain.plugins.cache.budget import Budget
 from hvdtrain.plugins.hdf_tools.dump import dump
 from hvdtrain.plugins.hdf_tools.peers import SinglePeer
 from hvdtrain.plugins.hdf_tools.sources import Selection
@@ -437,7 +437,7 @@ def test_every_way_to_read_a_source_gives_the_same(
 ) -> None:
     for corpus, budget in enumerate((Budget(0), Budget(None))):  # with the same place for what is found out about both
         value = VIEWS[view](corpora(source, corpus))
-        dataset = opened(value, budget=budget, scanning=Scanning(tmp_path / "lengths"))
+        dataset = opened(value, cache=budget, scanning=Scanning(tmp_path / "lengths"))
         expected = [made(*one) for one in items(corpus)] if source not in OTHER_VALUES else by_index(dataset)
         if source in UNNAMED:
             expected = [(tag, arrays) for tag, (_, arrays) in zip(dataset.tags(range(len(LENGTHS))), expected, strict=True)]

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.data.combine.cache import host_memory
 from hvdtrain.data.files import size_text
 from hvdtrain.plugins.doctor.findings import Finding, ok, problem, warning
 from hvdtrain.plugins.doctor.packages import output
+from hvdtrain.runtime.memory import host_memory
 
 MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
 

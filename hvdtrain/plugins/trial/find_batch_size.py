@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.comm.base import Communicator, gather_together
-from hvdtrain.data.combine.cache import host_memory
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.costs import costs_of
@@ -19,6 +18,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.plugins.trial.dry_run import Rounds, trainer
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import silence
+from hvdtrain.runtime.memory import host_memory
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session

@@ -13,7 +13,6 @@ import pytest
 from opened_data import Numbers, opened
 
 from hvdtrain.data.broken import BrokenSequences
-from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.feed import Feed
@@ -24,6 +23,7 @@ from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.data.types import Array, Padded, Stream
 from hvdtrain.errors import BrokenSequence, DataError
+from hvdtrain.plugins.cache.budget import Budget
 from hvdtrain.plugins.chunks.fixed import make_chunks
 from hvdtrain.plugins.chunks.keys import ChunkKeys
 from hvdtrain.plugins.hdf_tools.dump import dump
@@ -101,7 +101,7 @@ class Own(Dataset):
 
 def test_a_cache_neither_freezes_nor_hides_what_a_users_dataset_does() -> None:
     own = Own()
-    dataset = opened({"class": lambda: own}, budget=Budget(None))
+    dataset = opened({"class": lambda: own}, cache=Budget(None))
     assert dataset.warnings() == ["of a user"]
     seen = [dataset.at_epoch(epoch).sequences(range(4)) for epoch in range(1, 5)]
     assert len({one[3]["data"].tobytes() for one in seen}) == 4  # the last one is random
@@ -159,7 +159,7 @@ class Selecting(Own):
 
 
 def test_a_class_that_selects_is_not_cached() -> None:
-    dataset = opened({"class": Selecting}, budget=Budget(None))
+    dataset = opened({"class": Selecting}, cache=Budget(None))
     assert [dataset.selected(epoch).tolist() for epoch in (1, 2)] == [[1], [2]]
     assert dataset.is_stochastic
 

@@ -17,7 +17,6 @@ from returnn.tensor import TensorDict
 from returnn.util import NumbersDict
 from thread_ranks import on_ranks
 
-from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.describe import batch_lines, feed_lines
 from hvdtrain.data.expected import expected_of
@@ -125,7 +124,7 @@ def test_batches_are_those_of_returnn(seed: int) -> None:
 
 def feed(rank: int = 0, size: int = 1, dataset: Dataset | None = None, order: OrderKeys | None = None, **keys: Any) -> Feed:
     batch_keys = BatchKeys(frame_batches=True, **{"batch_size": 8, **keys})
-    return Feed("train", dataset or Frames(LENGTHS), order or OrderKeys(), batch_keys, rank, size, budget=Budget(0))
+    return Feed("train", dataset or Frames(LENGTHS), order or OrderKeys(), batch_keys, rank, size)
 
 
 def read(one: Feed, made: Plan, position: int = 0) -> list[Batch]:

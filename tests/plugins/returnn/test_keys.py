@@ -12,6 +12,7 @@ from hvdtrain.config.keys import declared_keys
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.cache.budget import Budget
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.plugins.returnn.dataset_dicts import RETURNN_ENTRIES
 from hvdtrain.plugins.returnn.names import ALIASES, ELSEWHERE, NO_OPS, READ_BY_RETURNN, UNSUPPORTED
@@ -102,7 +103,7 @@ cache_size = ["2K", "1K"]
 """
     made = settings(tmp_path, more)
     feeds = open_datasets(made, SingleCommunicator(), made.datasets)
-    assert [feed.budget.size for feed in feeds if feed.budget is not None] == [5000, 1024]
+    assert [feed.cache.size for feed in feeds if isinstance(feed.cache, Budget)] == [5000, 1024]
     for feed in feeds:
         feed.dataset.close()
     _, problems = parse("train", hdf(cache_byte_size="2G"), {})

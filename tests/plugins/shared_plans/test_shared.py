@@ -17,7 +17,6 @@ from opened_data import Numbers
 from thread_ranks import on_ranks
 
 from hvdtrain.comm.base import Communicator
-from hvdtrain.data.combine.cache import Budget
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.epoch import Plan
@@ -36,7 +35,7 @@ ORDER, BATCHES = OrderKeys(seq_ordering="laplace:.100"), BatchKeys(batch_size=50
 
 
 def feed(rank: int, size: int, lengths: dict[str, numpy.ndarray] = LENGTHS, **more: object) -> Feed:
-    return Feed("train", Numbers(lengths), ORDER, BATCHES, rank, size, budget=Budget(0), **more)  # type: ignore[arg-type]
+    return Feed("train", Numbers(lengths), ORDER, BATCHES, rank, size, **more)  # type: ignore[arg-type]
 
 
 def inputs(**changed: object) -> PlanInputs:

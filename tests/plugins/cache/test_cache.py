@@ -8,23 +8,15 @@ import numpy
 import pytest
 
 from hvdtrain.comm.single import SingleCommunicator
-from hvdtrain.data.combine.cache import (
-    PER_ARRAY,
-    PER_SEQUENCE,
-    Budget,
-    CachedDataset,
-    _available_memory,
-    _memory_left,
-    host_memory,
-    with_cache,
-)
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
-from hvdtrain.data.files import parse_sizes
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.views import OneAtATime
+from hvdtrain.plugins.cache.budget import PER_ARRAY, PER_SEQUENCE, Budget, CachedDataset
+from hvdtrain.plugins.cache.keys import parse_sizes
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
+from hvdtrain.runtime.memory import _available_memory, _memory_left, host_memory
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds
 
@@ -102,8 +94,8 @@ def test_changing_what_was_given_changes_nothing_in_the_cache(compressed: Datase
 
 
 def test_mapped_files_and_empty_budgets_need_no_cache(compressed: Dataset, tmp_path: Path) -> None:
-    assert with_cache(compressed, Budget(0)) is compressed
-    assert isinstance(with_cache(compressed, Budget(100)), CachedDataset)
+    assert Budget(0).keep(compressed) is compressed
+    assert isinstance(Budget(100).keep(compressed), CachedDataset)
     with HDFWriter(tmp_path / "mapped.hdf") as writer:
         writer.add("a", {"data": numpy.zeros((2, 2), numpy.float32)})
     (feed,) = feeds(tmp_path, f"train = '{tmp_path}/mapped.hdf'\ncache_size = '2G'")
@@ -155,8 +147,8 @@ def numbers(feed: Feed, epoch: int) -> list[float]:
 def test_a_cache_survives_epochs_parts_of_the_data_and_random_orders(compressed: Dataset, tmp_path: Path) -> None:
     more = f"train = {{'files': '{tmp_path}/plain.hdf', 'seq_ordering': 'random', 'partition_epoch': 4}}\ncache_size = '1M'"
     (feed,) = feeds(tmp_path, more)
-    assert feed.budget is not None
-    reads = Reads(feed.budget.caches[0])
+    assert isinstance(feed.cache, Budget)
+    reads = Reads(feed.cache.caches[0])
     seen = [numbers(feed, epoch) for epoch in range(1, 13)]
     assert [sorted(sum(seen[start : start + 4], [])) for start in (0, 4, 8)] == [list(range(20))] * 3
     assert seen[:4] != seen[4:8]
@@ -180,8 +172,8 @@ train = {{"class": "MapDataset", "dataset": both, "map_seq": noisy, "seq_orderin
 cache_size = "-1"
 """
     (feed,) = feeds(tmp_path, more)
-    assert feed.budget is not None
-    reads = [Reads(cache) for cache in feed.budget.caches]
+    assert isinstance(feed.cache, Budget)
+    reads = [Reads(cache) for cache in feed.cache.caches]
     first, second = numbers(feed, 1), numbers(feed, 2)
     assert first == [number + 100 * (number + 1) for number in range(20)]
     assert second == [number + 100 * (number + 21) for number in range(20)]  # the function is called in every epoch anew
@@ -209,10 +201,11 @@ eval_datasets = {{"more": "{tmp_path}/plain.hdf"}}
 cache_size = ["100K", 5000, 0]
 """
     opened = feeds(tmp_path, more)
-    assert [feed.budget.size for feed in opened if feed.budget is not None] == [100 << 10, 5000, 0, 0]
-    assert [len(feed.budget.caches) for feed in opened if feed.budget is not None] == [1, 1, 0, 0]
-    inner = opened[0].budget.caches[0]
-    assert inner._budget.size == inner.size() == opened[0].budget.used / 2  # each worker process keeps what it reads
+    budgets = [feed.cache for feed in opened if isinstance(feed.cache, Budget)]
+    assert [budget.size for budget in budgets] == [100 << 10, 5000, 0, 0]
+    assert [len(budget.caches) for budget in budgets] == [1, 1, 0, 0]
+    inner = budgets[0].caches[0]
+    assert inner._budget.size == inner.size() == budgets[0].used / 2  # each worker process keeps what it reads
     assert numbers(opened[0], 1) == numbers(opened[0], 2) == list(range(20))
     for feed in opened:
         feed.dataset.close()
@@ -226,7 +219,7 @@ def test_all_ranks_of_a_host_share_its_memory(compressed: Dataset) -> None:
     assert [Budget(own, within=host).is_cut(2000) for own in (None, 10, 1500)] == [True, False, True]
     assert not Budget(None, within=host).is_cut(900)
     host = Budget(1000)
-    workers, more = Budget(None, within=host).part(2), Budget(None, within=host).part(3)
+    workers, more = Budget(None, within=host).shared_by(2), Budget(None, within=host).shared_by(3)
     assert (workers.size, more.size) == (500, 333)
     workers.reserve(300)
     more.reserve(300)  # the first ones may cache all of their dataset

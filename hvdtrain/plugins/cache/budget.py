@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy
 
+from hvdtrain.data.cache import Cache
 from hvdtrain.data.combine.user_code import UserDataset
 from hvdtrain.data.dataset import Dataset
+from hvdtrain.data.files import size_text
+from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.padding import same_values
-from hvdtrain.data.types import Array, Stream
+from hvdtrain.data.types import Array
 from hvdtrain.data.views import ChangedSequences
+from hvdtrain.plugins.cache.keys import CacheKeys, parse_sizes
+from hvdtrain.runtime.memory import host_memory
+
+if TYPE_CHECKING:
+    from hvdtrain.settings import Settings
+
+MEMORY_SHARE = 0.8
+"""The share of a host's free memory that the caches of its ranks may use together."""
 
 PER_ARRAY, PER_SEQUENCE = 144, 180
 """Bytes that Python and numpy need for a cached array besides its values, and for a sequence besides its arrays."""
@@ -22,7 +32,7 @@ CHECKED = 64
 """How many cached sequences of the user's code are read again, to see whether they are the same."""
 
 
-class Budget:
+class Budget(Cache):
     """Bytes that several datasets together may cache; None: no limit.
 
     Args:
@@ -79,13 +89,32 @@ class Budget:
         whole = sum(cache.size() for cache in self.caches)
         return whole, whole if self.size is None else min(whole, self.size)
 
-    def part(self, count: int) -> Budget:
-        """The budget of each of `count` processes that are forked later."""
-        if count == 1 or self.size is None:
+    def shared_by(self, processes: int) -> Budget:
+        if processes == 1 or self.size is None:
             return self
-        part = Budget(None, within=self, processes=count)
-        part.caches = self.caches
-        return part
+        share = Budget(None, within=self, processes=processes)
+        share.caches = self.caches
+        return share
+
+    def keep(self, dataset: Dataset) -> Dataset:
+        all_mapped = dataset.streams.keys() <= dataset.memory_mapped
+        return dataset if self.size == 0 or all_mapped or dataset.is_stochastic else CachedDataset(dataset, self)
+
+    def lines(self, local_size: int) -> list[str]:
+        if self.size == 0:
+            return []
+        if not self.caches:
+            return ["no cache: all data is memory-mapped; the system caches it for all ranks of the host"]
+        whole, size = self.needed()
+        per_host = f"{size_text(size)} per rank, {size_text(local_size * size)} on this host"
+        more = ", more than the host has" if self.is_cut(whole) else ""
+        return [f"cache: up to {per_host}; {size_text(whole)} would hold all of it{more}"]
+
+    def summary(self) -> str:
+        if self.size == 0 or not self.caches:
+            return ""
+        whole, size = self.needed()
+        return f"cache: {size_text(size)} of {size_text(whole)} per rank"
 
 
 class CachedDataset(ChangedSequences):
@@ -116,7 +145,7 @@ class CachedDataset(ChangedSequences):
         """Bytes that caching everything would take; texts count as pointers."""
         total = PER_SEQUENCE * self.num_sequences
         for name in self.streams.keys() - self.memory_mapped:
-            total += int(self.lengths[name].sum(dtype=numpy.int64)) * frame_size(self.streams[name])
+            total += int(self.lengths[name].sum(dtype=numpy.int64)) * self.streams[name].frame_size
             total += PER_ARRAY * self.num_sequences
         return total
 
@@ -165,17 +194,6 @@ class CachedDataset(ChangedSequences):
         return "; ".join([how, "cached"] if how else ["cached"])
 
 
-def with_cache(dataset: Dataset, budget: Budget) -> Dataset:
-    """The dataset, with a cache if it gains from one."""
-    all_mapped = dataset.streams.keys() <= dataset.memory_mapped
-    return dataset if budget.size == 0 or all_mapped or dataset.is_stochastic else CachedDataset(dataset, budget)
-
-
-def frame_size(stream: Stream) -> int:
-    """Bytes of a frame."""
-    return stream.dtype.itemsize * int(numpy.prod(stream.shape, dtype=numpy.int64))
-
-
 def _size(array: Array) -> int:
     """Bytes that caching an array takes; a text counts with all of its characters."""
     texts = sum(len(text) for text in array.ravel().tolist()) if array.dtype == object else 0
@@ -189,34 +207,11 @@ def _detach(array: Array) -> Array:
     return detached
 
 
-def host_memory() -> int | None:
-    """Bytes of free memory on this host, or in the control group of this process if that is less; None: unknown."""
-    left = [_available_memory(Path("/proc/meminfo"))]
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            number, _, place = line.split(":", 2)
-            if number == "0":  # version 2; the limit may be set on a parent group
-                group = Path("/sys/fs/cgroup") / place.strip("/")
-                left += [_memory_left(folder) for folder in (group, *group.parents) if (folder / "memory.max").exists()]
-    except (OSError, ValueError):
-        pass
-    return min((size for size in left if size is not None), default=None)
-
-
-def _available_memory(meminfo: Path) -> int | None:
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
-        return int(lines["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def _memory_left(group: Path) -> int | None:
-    """The limit of a control group minus the memory that it uses, without the page cache."""
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        files = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(files.get("file", 0)))
-    except (OSError, ValueError):  # "max": no limit
-        return None
+def caches_of(settings: Settings, specs: Sequence[DatasetSpec], local_size: int) -> list[Budget]:
+    """The budgets of datasets, within the free memory of the host, which its ranks share."""
+    sizes = parse_sizes(settings.of(CacheKeys).cache_size)
+    by_name = {"train": sizes[0], "dev": sizes[1]}
+    wanted = [by_name.get(spec.name, sizes[2]) if spec.cache_byte_size is None else spec.cache_byte_size for spec in specs]
+    memory = host_memory() if any(size != 0 for size in wanted) else None
+    host = Budget(None if memory is None else int(MEMORY_SHARE * memory) // local_size)
+    return [Budget(size, within=host) for size in wanted]

@@ -67,6 +67,9 @@ class CheckpointHooks:
         It is called on every rank when the model has been made."""
         return None
 
+    def built(self, loader: Loader) -> None:
+        """Called on all ranks once the model of a training is made, before anything is loaded."""
+
     def history(self, epoch: int) -> list[EpochRecord]:
         """On rank 0: the records of the epochs up to this one, if the model's file has none. Raises: HvdtrainError."""
         return []

@@ -124,13 +124,6 @@ class SavingKeys(Section):
         "the format of the model's file: 'safetensors', which many programs read and which contains no code (needs the extra "
         "safetensors); None: 'pt' with PyTorch, 'npz' with TensorFlow. Other files of a checkpoint are in the framework's own",
     )
-    running_average: int | None = key(
-        None,
-        "add the weights to a sum after every N-th update, such as 100, and save the sum with every checkpoint: the mean over "
-        "any range of epochs follows from two checkpoints",
-        positive,
-        needs=("torch", "tensorflow"),
-    )
 
     def problems(self, others: Sections = ALONE) -> list[Problem]:
         problems = missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []

@@ -20,7 +20,6 @@ from hvdtrain.learner.contents import NO_MARKS, Reader
 from hvdtrain.learner.integrity import SAVE_ID, damage
 from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.reducer import EpochSync
-from hvdtrain.learner.running_average import RunningAverage, RunningSums
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
 
@@ -86,19 +85,8 @@ class Loader:
                 "file renamed?)"
             )
         if self.state.running is not None:
-            self._restore_running(checkpoint, state, self.state.running)
+            self.state.running.load(checkpoint.running_file, file, state)
         return state, progress
-
-    def _restore_running(self, checkpoint: Checkpoint, state: Mapping[str, Any], running: RunningAverage) -> None:
-        """Continue the sums of a checkpoint, if it has them. Raises: CheckpointError."""
-        file = checkpoint.running_file
-        if not file.exists():
-            log.info(f"running_average: {checkpoint.model_file.name} has no sums; they begin here")
-            return
-        sums, marks = RunningSums.read(file)
-        if marks.get(SAVE_ID) != state.get(SAVE_ID):
-            raise DamagedCheckpoint(f"{file}: expected the sums saved with {checkpoint.model_file.name}, got others")
-        running.restore(sums)
 
     def _were_alike(self, state: Mapping[str, Any]) -> bool:
         """Collective. Whether ranks that have the same model now had the same one in a checkpoint, so that each can continue from

@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.errors import ConfigError
 
 NAMES = {
-    "average": "average average_checkpoints",
+    "average": "average average_checkpoints running_average",
     "bars": "tqdm",
     "cache": "cache_size",
     "chunks": "chunking min_chunk_size chunking_tail context_window",

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hvdtrain.errors import CheckpointError, DamagedCheckpoint
 from hvdtrain.learner.integrity import SAVE_ID, shapes_of
 from hvdtrain.learner.model_state import ROLES
-
-if TYPE_CHECKING:
-    from hvdtrain.learner.running_average import RunningSums
 
 OPTIMIZER_CLASS, OPTIONS = "optimizer_class", "optimizer_options"
 """Entries next to the optimizer's state: its class (in TensorFlow's files part of the tensor names) and its options as text.
@@ -76,6 +73,38 @@ class FileFormat:
     read: Callable[[Path], dict[str, Any]]
 
 
+class Sums(Protocol):
+    """Sums over updates, of a plug-in."""
+
+    def copy(self) -> Sums:
+        """The same, which no update changes."""
+        ...
+
+    def write(self, file: Path, marks: Mapping[str, Any]) -> None:
+        """Write a file, with marks that identify the checkpoint. Raises: OSError."""
+        ...
+
+
+class Running(Protocol):
+    """What a plug-in adds up after updates, on rank 0, where all ranks have the same parameters when it is called."""
+
+    @property
+    def state(self) -> Sums: ...
+
+    def follow(self, updates: int) -> None:
+        """Take N more updates into account."""
+        ...
+
+    def load(self, file: Path, model_file: Path, entries: Mapping[str, Any]) -> None:
+        """Continue with the sums in a file, if it exists. Raises: CheckpointError.
+
+        Args:
+            model_file: that of the same checkpoint.
+            entries: those in it.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class CheckpointContents:
     """The part of a checkpoint that rank 0 writes.
@@ -91,7 +120,7 @@ class CheckpointContents:
     optimizer: Mapping[str, Any]
     progress: Mapping[str, Any]
     format: FileFormat
-    running: RunningSums | None = None
+    running: Sums | None = None
 
     def write(self, model_file: Path, optimizer_file: Path) -> None:
         """Write both files. Raises: OSError, RuntimeError, if the disk is full."""

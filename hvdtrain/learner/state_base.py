@@ -32,6 +32,7 @@ from hvdtrain.learner.contents import (
     FileFormat,
     Marks,
     Reader,
+    Running,
     entries_with_tensors,
     read_foreign,
     tensor_lists,
@@ -41,7 +42,6 @@ from hvdtrain.learner.integrity import check_rank_file, check_same_save, check_s
 from hvdtrain.learner.model_state import ROLES, Role, StatePart
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.preload import PreloadRequest
-from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.weight_average import EvaluationWeights
 from hvdtrain.runtime import log
 
@@ -75,7 +75,7 @@ class StateBase(ABC):
         self._format = file_format
         self._average = average
         self._check = check
-        self.running: RunningAverage | None = None
+        self.running: Running | None = None
         self.shared: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
 

@@ -37,10 +37,8 @@ from hvdtrain.learner.base import Learner
 from hvdtrain.learner.buffers import named_kinds
 from hvdtrain.learner.epoch_scores import SCORING, Scoring
 from hvdtrain.learner.frameworks import FRAMEWORKS, NEW, SAVERS, BackgroundSaver, BuildOptions, Extend
-from hvdtrain.learner.integrity import new_save_id
 from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.report.ends import record_end, record_stop
 from hvdtrain.runtime import log
@@ -245,9 +243,8 @@ def _resume(
 ) -> Progress:
     """Collective. Load what a training starts from. Raises: CheckpointError."""
     state = loader.state
-    every = settings.saving.running_average
-    if every is not None and comm.rank == 0:
-        state.running = RunningAverage(every, state.trained_values, new_save_id())
+    for hooks in checkpoint_hooks:
+        hooks.built(loader)
     progress = resume(comm, loader, loader.checkpoints, start, settings.start, checkpoint_hooks)
     progress.history = [
         replace(record, scores={state.score_name(name): score for name, score in record.scores.items()})
@@ -255,8 +252,6 @@ def _resume(
     ]
     if state.base_hash is not None:
         together(comm, state.check_base, name="frozen_parameters")
-    if state.running is not None:
-        state.running.begin(progress.step)
     for hooks in checkpoint_hooks:
         hooks.restored(progress)
     return progress

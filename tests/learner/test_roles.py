@@ -19,10 +19,10 @@ from hvdtrain.learner.model_state import ROLES, Role
 from hvdtrain.learner.preload import PreloadNames, PreloadRequest
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.learner.running_average import RunningAverage
 from hvdtrain.learner.state_base import StateBase
 from hvdtrain.plugins.average.averages import mean_since
 from hvdtrain.plugins.average.means import mean_of_files
+from hvdtrain.plugins.average.running import RunningAverage
 from hvdtrain.runtime.timer import Timer
 
 INFINITE = float("inf")

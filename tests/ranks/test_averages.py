@@ -7,7 +7,7 @@ import numpy
 import pytest
 from trainings import ResultsOf, Run, Trained, Trainings, assert_alike, marked, read_model, saved_model, trains
 
-from hvdtrain.learner.running_average import RunningSums
+from hvdtrain.plugins.average.running import RunningSums
 
 ONE, TWO, TENSORFLOW = Run("torch", "horovod", 1), Run("torch", "horovod", 2), Run("tensorflow", "horovod", 2)
 MORE = [Run("torch", "horovod", 3)]

@@ -14,9 +14,9 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.contents import BASE
 from hvdtrain.learner.frameworks import Framework
 from hvdtrain.learner.integrity import SAVE_ID
-from hvdtrain.learner.running_average import RunningSums
 from hvdtrain.plugins.average.means import mean_of_files, with_parameters
 from hvdtrain.plugins.average.rules import AverageRule
+from hvdtrain.plugins.average.running import RunningSums
 
 STORED = ("epoch", "step", "history", "within", BASE)
 """The entries of the newest model's file that the average's has, too."""

@@ -1,4 +1,4 @@
-"""The key of the averages that a training makes at its end."""
+"""The keys of averages: what they are made of, and those that a training makes at its end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.checkpoint.keys import SavingKeys
-from hvdtrain.config.keys import ALONE, Section, Sections, key
+from hvdtrain.config.keys import ALONE, Section, Sections, key, positive
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.plugins.average.rules import parse_averages
 
@@ -16,6 +15,13 @@ from hvdtrain.plugins.average.rules import parse_averages
 class AverageKeys(Section):
     """Averages of checkpoints."""
 
+    running_average: int | None = key(
+        None,
+        "add the weights to a sum after every N-th update, such as 100, and save the sum with every checkpoint: the mean over "
+        "any range of epochs follows from two checkpoints",
+        positive,
+        needs=("torch", "tensorflow"),
+    )
     average_checkpoints: dict[str, Any] | list[Any] | None = key(
         None,
         "averages of checkpoints to make and evaluate at the end of a training: {'best': 5}, {'last': 10}, {'epochs': '10-20'}, "
@@ -37,7 +43,6 @@ class AverageKeys(Section):
             rules = parse_averages(self.average_checkpoints)
         except ConfigError as error:
             return error.problems
-        saving = others.get(SavingKeys)
-        if saving is not None and saving.running_average is None and any(rule.kind == "running" for rule in rules):
+        if self.running_average is None and any(rule.kind == "running" for rule in rules):
             return problem("missing", "running_average: expected a number of updates, with average_checkpoints.running, got None")
         return []

@@ -6,13 +6,22 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from hvdtrain.checkpoint.hooks import CheckpointHooks
+from hvdtrain.checkpoint.loader import Loader
+from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DamagedCheckpoint
+from hvdtrain.learner.integrity import SAVE_ID, new_save_id
 from hvdtrain.learner.model_format import verified_read
+from hvdtrain.plugins.average.keys import AverageKeys
+from hvdtrain.runtime import log
+
+if TYPE_CHECKING:
+    from hvdtrain.settings import Settings
 
 META = "running_average"
 """The name of the array with the numbers in a file of running sums, as JSON."""
@@ -82,9 +91,14 @@ class RunningAverage:
         self._is_restored = False
         self.state = RunningSums(series=series)
 
-    def restore(self, state: RunningSums) -> None:
-        """Continue the series of a checkpoint."""
-        self.state = state
+    def load(self, file: Path, model_file: Path, entries: Mapping[str, Any]) -> None:
+        if not file.exists():
+            log.info(f"running_average: {model_file.name} has no sums; they begin here")
+            return
+        sums, marks = RunningSums.read(file)
+        if marks.get(SAVE_ID) != entries.get(SAVE_ID):
+            raise DamagedCheckpoint(f"{file}: expected the sums saved with {model_file.name}, got others")
+        self.state = sums
         self._is_restored = True
 
     def begin(self, step: int) -> None:
@@ -107,3 +121,29 @@ class RunningAverage:
             else:
                 self.state.sums[name] = values
         self.state.samples += due
+
+
+class SumsInCheckpoints(CheckpointHooks):
+    """Has checkpoints contain the sums.
+
+    Args:
+        every: as of `RunningAverage`.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._average: RunningAverage | None = None
+
+    def built(self, loader: Loader) -> None:
+        if loader.comm.rank == 0:
+            self._average = RunningAverage(self._every, loader.state.trained_values, new_save_id())
+            loader.state.running = self._average
+
+    def restored(self, progress: Progress) -> None:
+        if self._average is not None:
+            self._average.begin(progress.step)
+
+
+def sums_of(settings: Settings) -> SumsInCheckpoints | None:
+    every = settings.of(AverageKeys).running_average
+    return None if every is None else SumsInCheckpoints(every)

@@ -102,8 +102,8 @@ def saves(kills: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoints = CheckpointFolder(folder / "model")
-        saver = Saver(comm, state, sync, checkpoints, "shard")
         loader = Loader(comm, state, sync, checkpoints)
+        saver = Saver(loader, "shard")
 
         def save_forever(step: int) -> None:
             while True:  # five steps an epoch

@@ -42,14 +42,17 @@ class SavedRank:
     done: int
 
     def saver(self, folder: Path) -> Saver:
-        return Saver(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"), "shard")
+        return Saver(self.loader(folder), "shard")
+
+    def loader(self, folder: Path) -> Loader:
+        return Loader(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"))
 
     def save(self, folder: Path) -> None:
         saver = self.saver(folder)
         saver.save(Progress(step=self.done, current=EpochProgress(1, 0, position=self.done)), saver.prepare())
 
     def load(self, folder: Path) -> None:
-        checkpoints = CheckpointFolder(folder / "model")
-        checkpoint = checkpoints.newest()
+        loader = self.loader(folder)
+        checkpoint = loader.checkpoints.newest()
         assert checkpoint is not None
-        self.done = Loader(self.comm, self.state, self.reducer.sync, checkpoints).load(checkpoint).step
+        self.done = loader.load(checkpoint).step

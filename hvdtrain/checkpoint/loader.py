@@ -34,7 +34,7 @@ class Loader:
     def __init__(self, comm: Communicator, state: StateBase, sync: EpochSync, checkpoints: CheckpointFolder) -> None:
         self.comm = comm
         self.state = state
-        self._sync = sync
+        self.sync = sync
         self.checkpoints = checkpoints
 
     def load(self, checkpoint: Checkpoint, fresh_optimizer: bool = False) -> Progress:
@@ -94,7 +94,7 @@ class Loader:
         first = state.get(ALIKE)
         if first is None:  # an earlier release, where either all ranks were alike or none
             first = range(self.comm.size) if "optimizer" in state.get("own", ()) else [0] * self.comm.size
-        were_alike = len({first[rank] for rank in self._sync.alike}) == 1
+        were_alike = len({first[rank] for rank in self.sync.alike}) == 1
         if all(self.comm.gather(were_alike, name="alike")):
             return True
         log.info("the ranks are in other groups than in the checkpoint: all continue from its model and the optimizer of rank 0")
@@ -155,7 +155,7 @@ class Loader:
 
         def restore() -> None:
             try:
-                self._sync.restore(state, same_ranks)
+                self.sync.restore(state, same_ranks)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise DamagedCheckpoint(
                     f"{checkpoint.model_file}: expected the state of this config's reducer in 'reducer', got another: {error!r}"

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.checkpoint.files import Checkpoint
-from hvdtrain.checkpoint.folder import CheckpointFolder, ContentsProtocol
+from hvdtrain.checkpoint.folder import ContentsProtocol
 from hvdtrain.checkpoint.hooks import DiskProtocol
 from hvdtrain.checkpoint.kept_models import KeptModels
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.checkpoint.saver_base import ALIKE, RankState, SaverBase
-from hvdtrain.comm.base import Communicator, gather_together, on_rank_zero, together
+from hvdtrain.comm.base import gather_together, on_rank_zero, together
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.integrity import SAVE_ID, new_save_id
 from hvdtrain.learner.model_state import StatePart
-from hvdtrain.learner.reducer import EpochSync
-from hvdtrain.learner.state_base import StateBase
 from hvdtrain.runtime import log
 
 
@@ -32,23 +31,23 @@ class Saver(SaverBase):
     change the training, so results do not depend on when and how often checkpoints are written.
 
     `SaverBase` describes the methods; `training/saving.py` calls `prepare` and then `save`.
+
+    Args:
+        loader: of the same training: it has the ranks, the model's state, the reducer and the folder.
     """
 
     def __init__(
         self,
-        comm: Communicator,
-        state: StateBase,
-        sync: EpochSync,
-        checkpoints: CheckpointFolder,
+        loader: Loader,
         distribution: Literal["shard", "random_seed_offset"],
         kept: KeptModels | None = None,
         background: ThreadPoolExecutor | None = None,
         disk: DiskProtocol | None = None,
     ) -> None:
-        self._comm = comm
-        self._state = state
-        self._sync = sync
-        self._checkpoints = checkpoints
+        self._comm = loader.comm
+        self._state = loader.state
+        self._sync = loader.sync
+        self._checkpoints = checkpoints = loader.checkpoints
         self._distribution = distribution
         self._kept = KeptModels(checkpoints) if kept is None else kept
         self._background = background

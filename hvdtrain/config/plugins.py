@@ -74,7 +74,7 @@ class Plugin:
         artifacts: by the name that trackers give a file, a function of the folder with a training's records and of how it ended,
             which writes the file and returns its path, or None.
         savers: by the value of the key `backend`, a function of whether the process may be forked: it returns what writes copies
-            of checkpoints while training goes on, a `BackgroundSaver` (learner/frameworks.py).
+            of checkpoints while training goes on, a `BackgroundSaver` (learner/contents.py).
         storages: by any name, a `Storage`, which reads data files at URLs.
         caches: by any name, a function of the settings, of datasets that are opened together, and of the number of ranks on this
             host: it returns a `Cache` for each dataset, in which sequences stay once they are read.

@@ -139,6 +139,16 @@ class CheckpointContents:
         return True
 
 
+class BackgroundSaver(Protocol):
+    """Writes copies of what checkpoints hold, while training goes on. One copy exists at a time."""
+
+    def copy(self, contents: CheckpointContents) -> CheckpointContents:
+        """A copy, which any thread may write; valid until the next call."""
+        ...
+
+    def close(self) -> None: ...
+
+
 def entries_with_tensors(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The entries that hold tensors. Of an optimizer in the form of PyTorch's, these are in its state, not in its groups."""
     tensors = {name: entries[name] for name in WITH_TENSORS if name in entries}

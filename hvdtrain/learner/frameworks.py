@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hvdtrain.comm.base import SMALL_BUCKET
 from hvdtrain.config.absent import import_part
@@ -27,7 +27,7 @@ from hvdtrain.learner.precision import FLOAT32, Precision
 
 if TYPE_CHECKING:
     from hvdtrain.learner.base import Learner, Profiler
-    from hvdtrain.learner.contents import CheckpointContents
+    from hvdtrain.learner.contents import BackgroundSaver
     from hvdtrain.learner.keys import LearnerKeys
     from hvdtrain.learner.preload import PreloadFunction
     from hvdtrain.learner.reducer import GradientExchange
@@ -67,7 +67,6 @@ class BuildOptions:
         bucket_bytes: the size of a message with gradients, given whether they are on a GPU.
         constants: loads constant parameters, which are neither trained nor saved, with the given function; returns their names.
         model_format: the format of the model's file: the framework's suffix, or "safetensors".
-        saver: writes copies of checkpoints while training goes on; None: a thread of this process does.
         position: the epoch and the step that get_model is called with.
         extensions: add to PyTorch's learner what the keys of plug-ins ask for.
         scoring: computes the scores of a dataset.
@@ -81,7 +80,6 @@ class BuildOptions:
     bucket_bytes: Callable[[bool], int] = lambda on_gpu: SMALL_BUCKET
     constants: Callable[[PreloadFunction], list[str]] | None = None
     model_format: str = ""
-    saver: BackgroundSaver | None = None
     position: tuple[int, int] = NEW
     extensions: Sequence[Extend] = ()
     scoring: Scoring = SCORING
@@ -155,16 +153,6 @@ class Framework:
 
     def _module(self, name: str) -> ModuleType:
         return import_part(f"{self.package}.{name}")
-
-
-class BackgroundSaver(Protocol):
-    """Writes copies of what checkpoints hold, while training goes on. One copy exists at a time."""
-
-    def copy(self, contents: CheckpointContents) -> CheckpointContents:
-        """A copy, which any thread may write; valid until the next call."""
-        ...
-
-    def close(self) -> None: ...
 
 
 SAVERS: Registry[Callable[[bool], BackgroundSaver]] = Registry("savers")

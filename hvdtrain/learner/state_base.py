@@ -28,6 +28,7 @@ from hvdtrain.learner.contents import (
     SHARED,
     TRAINED,
     UNSUITABLE,
+    BackgroundSaver,
     CheckpointContents,
     FileFormat,
     Marks,
@@ -66,6 +67,7 @@ class StateBase(ABC):
 
     Attributes:
         running: the sums of a running average, on rank 0; None: there are none.
+        saver: makes the copies of `copied`, in a framework that has one; None: a thread writes them.
     """
 
     num_pretrain_epochs = 0
@@ -76,6 +78,7 @@ class StateBase(ABC):
         self._average = average
         self._check = check
         self.running: Running | None = None
+        self.saver: BackgroundSaver | None = None
         self.shared: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
 
@@ -102,11 +105,6 @@ class StateBase(ABC):
     def frozen_now(self) -> Collection[int]:
         """See `ModelState`."""
         return ()
-
-    def trained_values(self) -> Iterator[tuple[str, Array]]:
-        """The names of the trained parameters, with copies of their values as arrays of float64, or complex128."""
-        for name, tensor in self.tensors("parameters").items():
-            yield name, self.wide(tensor)
 
     def named_parameters(self) -> Iterator[tuple[str, Array]]:
         """The names of all parameters, trained or not, with copies of their values as arrays of float32, or complex64."""
@@ -200,8 +198,10 @@ class StateBase(ABC):
         """Contents that any thread may write while training goes on. They are valid until the next call."""
         return contents if contents.running is None else replace(contents, running=contents.running.copy())
 
-    def close(self) -> None:  # noqa: B027  # most have started nothing
+    def close(self) -> None:
         """End what `copied` has started."""
+        if self.saver is not None:
+            self.saver.close()
 
     def load(
         self, model_file: Path, optimizer_file: Path | None, read: Reader | None = None, with_optimizer: bool = False

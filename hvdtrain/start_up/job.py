@@ -35,8 +35,9 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.errors import PeerFailure
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.buffers import named_kinds
+from hvdtrain.learner.contents import BackgroundSaver
 from hvdtrain.learner.epoch_scores import SCORING, Scoring
-from hvdtrain.learner.frameworks import FRAMEWORKS, NEW, SAVERS, BackgroundSaver, BuildOptions, Extend
+from hvdtrain.learner.frameworks import FRAMEWORKS, NEW, SAVERS, BuildOptions, Extend
 from hvdtrain.learner.model_state import ROLES
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.learner.state_base import StateBase
@@ -77,10 +78,10 @@ def open_session(settings: Settings, purpose: Purpose, comm: Communicator | None
     """
     with ExitStack() as watched:  # closed after the connection, as a rank may hang while disconnecting, too
         session: Session | None = None
-        writer = _fork_writer(settings) if purpose == "train" and comm is None else None  # before there are threads
+        background_saver = _fork_saver(settings) if purpose == "train" and comm is None else None  # before there are threads
         try:
             with open_communicator(settings) if comm is None else nullcontext(comm) as connection, ExitStack() as stack:
-                session = _open(settings, purpose, connection, writer, watched, stack)
+                session = _open(settings, purpose, connection, background_saver, watched, stack)
                 with ExitStack() as open_feeds:
                     if not settings.process.is_own:  # else an error ends the process, and its workers with it
                         open_feeds.callback(close, session.feeds)
@@ -111,15 +112,24 @@ def close(feeds: Iterable[Feed]) -> None:
         feed.dataset.close()
 
 
-def _fork_writer(settings: Settings) -> BackgroundSaver | None:
+def _fork_saver(settings: Settings) -> BackgroundSaver | None:
     """On rank 0, what writes checkpoints in the background, if the config asks for it."""
     if not settings.saving.save_in_background or not settings.process.is_own or this_process.place().rank:
         return None
-    return SAVERS[settings.run.backend](True) if settings.run.backend in SAVERS else None
+    return _open_saver(settings, may_fork=True)
+
+
+def _open_saver(settings: Settings, *, may_fork: bool) -> BackgroundSaver | None:
+    return SAVERS[settings.run.backend](may_fork) if settings.run.backend in SAVERS else None
 
 
 def _open(
-    settings: Settings, purpose: Purpose, comm: Communicator, writer: BackgroundSaver | None, watched: ExitStack, stack: ExitStack
+    settings: Settings,
+    purpose: Purpose,
+    comm: Communicator,
+    background_saver: BackgroundSaver | None,
+    watched: ExitStack,
+    stack: ExitStack,
 ) -> Session:
     """Collective. Open everything but the connection. The order matters, as each step needs those before it:
 
@@ -134,7 +144,7 @@ def _open(
     9. hooks, and the keys of epochs, which see the loaded model.
 
     Args:
-        writer: of checkpoints in the background; None: it is opened here, without a fork.
+        background_saver: that of a fork; None: it is opened here.
         watched: closes the watchdog once the ranks are disconnected.
         stack: closes everything else before that.
     """
@@ -180,7 +190,7 @@ def _open(
     timer = Timer()
     reducer = settings.reduce.reducer(comm, timer)
     learner = together(
-        comm, lambda: build_learner(settings, reducer.gradients, comm, checkpoint_hooks, writer, position), name="build_learner"
+        comm, lambda: build_learner(settings, reducer.gradients, comm, checkpoint_hooks, position), name="build_learner"
     )
     if purpose in ("train", "dry_run") and comm.size > 1:
         check_models(settings, comm, learner)
@@ -189,16 +199,9 @@ def _open(
     best = BestModel(checkpoints, settings.measure, settings.evaluation.serves("best_model"))
     loader = Loader(comm, learner.state, reducer.sync, checkpoints)
     kept = KeptModels(checkpoints, best, checkpoint_hooks)
-    saver = Saver(
-        comm,
-        learner.state,
-        reducer.sync,
-        checkpoints,
-        feeds[0].distribution if feeds else "shard",
-        kept,
-        _background(settings, learner.state, disk, stack),
-        disk,
-    )
+    distribution = feeds[0].distribution if feeds else "shard"
+    background = _background(settings, learner.state, disk, background_saver, stack)
+    saver = Saver(loader, distribution, kept, background, disk)
     progress = Progress()
     if purpose in ("train", "dry_run"):
         progress = _resume(settings, comm, loader, start, checkpoint_hooks)
@@ -283,10 +286,13 @@ def _watch(settings: Settings, purpose: Purpose, comm: Communicator, stack: Exit
     return watchdog
 
 
-def _background(settings: Settings, state: StateBase, disk: DiskProtocol | None, stack: ExitStack) -> ThreadPoolExecutor | None:
-    """The thread that writes or copies checkpoints, if the config asks for it."""
+def _background(
+    settings: Settings, state: StateBase, disk: DiskProtocol | None, saver: BackgroundSaver | None, stack: ExitStack
+) -> ThreadPoolExecutor | None:
+    """The thread that writes or copies checkpoints, if the config asks for it; `saver` copies them, if it is open already."""
     if not settings.saving.save_in_background and disk is None:
         return None
+    state.saver = _open_saver(settings, may_fork=False) if saver is None else saver
     stack.callback(state.close)  # after the thread, which is the next callback
     background = ThreadPoolExecutor(1, "saving")
     stack.callback(background.shutdown, wait=not settings.process.is_own)  # else the interpreter waits for it at exit
@@ -319,7 +325,6 @@ def build_learner(
     gradient_exchange: GradientExchange,
     comm: Communicator,
     checkpoint_hooks: Sequence[CheckpointHooks] = (),
-    writer: BackgroundSaver | None = None,
     position: tuple[int, int] = NEW,
 ) -> Learner:
     """The model and the optimizer, in the config's framework. Raises: ConfigError.
@@ -328,8 +333,6 @@ def build_learner(
         position: the epoch and the step that get_model is called with.
     """
     framework = FRAMEWORKS[settings.run.backend]
-    if writer is None and settings.run.backend in SAVERS:
-        writer = SAVERS[settings.run.backend](False)
     extends = "learner extensions" in framework.features
     extensions = [make(settings, comm) for make in LEARNER_EXTENSIONS.values()] if extends else []
     options = BuildOptions(
@@ -341,7 +344,6 @@ def build_learner(
         bucket_bytes=comm.bucket_bytes,
         constants=constants_of(checkpoint_hooks),
         model_format=settings.saving.checkpoint_format or framework.suffix,
-        saver=writer,
         position=position,
         extensions=[extend for extend in extensions if extend is not None],
         scoring=SCORING if SCORINGS.last is None else SCORINGS.last(settings),

@@ -11,6 +11,7 @@ from thread_ranks import on_ranks
 from torch_ranks import small_model, step
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.progress import EpochProgress, Progress
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.comm.base import Communicator
@@ -40,9 +41,8 @@ def saver_of(comm: Communicator, folder: Path, background: ThreadPoolExecutor) -
     learner = build_learner(
         keys, reducer.gradients, BuildOptions(rank=comm.rank, local_rank=0, threads=1, seed=1, extensions=[leave_out_base])
     )
-    return Saver(
-        comm, learner.state, reducer.sync, CheckpointFolder(folder / "model"), "shard", background=background
-    ), learner.model
+    loader = Loader(comm, learner.state, reducer.sync, CheckpointFolder(folder / "model"))
+    return Saver(loader, "shard", background=background), learner.model
 
 
 def at(done: int) -> Progress:

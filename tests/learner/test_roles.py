@@ -178,7 +178,7 @@ def test_averages_over_time_are_wider_than_what_they_average(framework: str, tmp
     made = state_of(framework, ema_decay=0.999)
     made.start_average()
     made.average_weights(10_000)  # the initial weights fade quickly
-    made.running = RunningAverage(1, made.trained_values, "series")
+    made.running = RunningAverage(1, made, "series")
     train_alone(made, 1.0)
     for _ in range(299):
         made.average_weights(1)

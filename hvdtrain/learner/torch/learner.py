@@ -77,7 +77,6 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     state = TorchState(
         model, optimizer, device, average, check, Unsaved(constants, base, assembly.extra_models), options.model_format
     )
-    state.saver = options.saver
     state.freezing = None if assembly.freeze is None else assembly.freeze(trained)
     return TorchLearner(
         ConfigFunctions(

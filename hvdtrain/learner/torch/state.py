@@ -13,7 +13,6 @@ import torch
 
 from hvdtrain.data.types import Array
 from hvdtrain.learner.contents import BASE, OPTIMIZER_CLASS, OPTIONS, SHAPES, TRAINED, CheckpointContents, Reader
-from hvdtrain.learner.frameworks import BackgroundSaver
 from hvdtrain.learner.model_format import is_safetensors
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.optimizer import option_texts
@@ -62,7 +61,6 @@ class TorchState(StateBase):
 
     Attributes:
         freezing: freezes parameters until a step; None: none are.
-        saver: writes copies in the background; None: a thread does.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class TorchState(StateBase):
         self._options = OptimizerOptions(optimizer)
         self._stored_names: Sequence[str] | None = None  # of the parameters in the checkpoint
         self._shapes: dict[str, tuple[int, ...]] | None = self._saved_shapes()  # None: the log has it that they changed
-        self.saver: BackgroundSaver | None = None
 
     @property
     def base_hash(self) -> str | None:
@@ -136,10 +133,6 @@ class TorchState(StateBase):
     def copied(self, contents: CheckpointContents) -> CheckpointContents:
         contents = super().copied(contents)
         return _copied(contents) if self.saver is None else self.saver.copy(contents)
-
-    def close(self) -> None:
-        if self.saver is not None:
-            self.saver.close()
 
     def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
         self._tell_changes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import DamagedCheckpoint
 from hvdtrain.learner.integrity import SAVE_ID, new_save_id
 from hvdtrain.learner.model_format import verified_read
+from hvdtrain.learner.state_base import StateBase
 from hvdtrain.plugins.average.keys import AverageKeys
 from hvdtrain.runtime import log
 
@@ -81,13 +82,13 @@ class RunningAverage:
 
     Args:
         every: N.
-        values: returns the trained parameters by name, as arrays of float64 that nothing else changes.
+        state: with the parameters.
         series: a new series' name.
     """
 
-    def __init__(self, every: int, values: Callable[[], Iterator[tuple[str, Array]]], series: str) -> None:
+    def __init__(self, every: int, state: StateBase, series: str) -> None:
         self._every = every
-        self._values = values
+        self._model = state
         self._is_restored = False
         self.state = RunningSums(series=series)
 
@@ -113,7 +114,8 @@ class RunningAverage:
         due, self.state.updates = divmod(self.state.updates, self._every)
         if not due:
             return
-        for name, values in self._values():
+        for name, tensor in self._model.tensors("parameters").items():
+            values = self._model.wide(tensor)
             if due > 1:
                 values *= due
             if name in self.state.sums:
@@ -136,7 +138,7 @@ class SumsInCheckpoints(CheckpointHooks):
 
     def built(self, loader: Loader) -> None:
         if loader.comm.rank == 0:
-            self._average = RunningAverage(self._every, loader.state.trained_values, new_save_id())
+            self._average = RunningAverage(self._every, loader.state, new_save_id())
             loader.state.running = self._average
 
     def restored(self, progress: Progress) -> None:

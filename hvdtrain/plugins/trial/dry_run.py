@@ -246,7 +246,9 @@ def _memory_lines(session: Session) -> list[str]:
         contents = learner.state.contents({})
         sizes = {"model": num_bytes(contents.model), "optimizer": num_bytes(contents.optimizer)}
         if contents.running is not None:
-            sizes["running average"] = sum(values.nbytes for _, values in learner.state.trained_values())
+            sizes["running average"] = sum(
+                learner.state.wide(tensor).nbytes for tensor in learner.state.tensors("parameters").values()
+            )
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.items())
         lines.append(f"estimate: checkpoint: {size_text(sum(sizes.values()))}: {parts}")
     return lines

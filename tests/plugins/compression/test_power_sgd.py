@@ -48,7 +48,7 @@ class Job:
         return result
 
     def saver(self, folder: Path) -> Saver:
-        return Saver(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"), "shard")
+        return Saver(self.loader(folder), "shard")
 
     def loader(self, folder: Path) -> Loader:
         return Loader(self.comm, self.state, self.reducer.sync, CheckpointFolder(folder / "model"))

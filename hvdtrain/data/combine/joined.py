@@ -27,10 +27,6 @@ class JoinedDataset(ChangedSequences):
         self.memory_mapped = frozenset(name for name in streams if self._is_memory_mapped(name))
         self._join()
 
-    def key_in(self, number: int, name: str) -> str | None:
-        """What a data key is called in a dataset, given its number; None: its sequences are empty in it."""
-        return name
-
     def _join(self) -> None:
         self._first = numpy.cumsum([0] + [dataset.num_sequences for dataset in self._inside])
         self._starts = self._first.tolist()
@@ -38,20 +34,12 @@ class JoinedDataset(ChangedSequences):
 
     def _columns(self, name: str) -> list[Array]:
         """The lengths of a data key in every dataset."""
-        return [
-            numpy.zeros(dataset.num_sequences, dtype=numpy.int32)
-            if (there := self.key_in(number, name)) is None
-            else dataset.lengths[there]
-            for number, dataset in enumerate(self._inside)
-        ]
+        return [dataset.lengths[name] for dataset in self._inside]
 
     def _is_memory_mapped(self, name: str) -> bool:
-        """Whether a data key is memory-mapped in every dataset that has it, and of the same type."""
-        return all(
-            (there := self.key_in(number, name)) is None
-            or (there in dataset.memory_mapped and dataset.streams[there].dtype == self.streams[name].dtype)
-            for number, dataset in enumerate(self._inside)
-        )
+        """Whether a data key is memory-mapped in every dataset, and of the same type."""
+        dtype = self.streams[name].dtype
+        return all(name in dataset.memory_mapped and dataset.streams[name].dtype == dtype for dataset in self._inside)
 
     @property
     def num_sequences(self) -> int:

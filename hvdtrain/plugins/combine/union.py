@@ -55,8 +55,16 @@ class UnionDataset(JoinedDataset):
         sizes = {dataset.max_seqs for dataset in datasets}
         self.max_seqs = sizes.pop() if len(sizes) == 1 else None  # where they differ, a key has to say it
 
-    def key_in(self, number: int, name: str) -> str | None:
-        return self._keys[number].get(name)
+    def _columns(self, name: str) -> list[Array]:
+        return [
+            dataset.lengths[keys[name]] if name in keys else numpy.zeros(dataset.num_sequences, dtype=numpy.int32)
+            for keys, dataset in zip(self._keys, self._inside, strict=True)
+        ]
+
+    def _is_memory_mapped(self, name: str) -> bool:
+        having = [(dataset, keys[name]) for keys, dataset in zip(self._keys, self._inside, strict=True) if name in keys]
+        dtype = self.streams[name].dtype
+        return all(key in dataset.memory_mapped and dataset.streams[key].dtype == dtype for dataset, key in having)
 
     def at_epoch(self, epoch: int) -> Self:
         changed = super().at_epoch(epoch)

@@ -7,7 +7,6 @@ calls, and `get_run_ctx()` in train_step and forward_step. Other programs call `
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.comm.for_configs import gather_values as all_gather
-from hvdtrain.comm.for_configs import reduce_values as all_reduce
 from hvdtrain.comm.for_configs import run_on_main
 from hvdtrain.comm.this_process import place as _place
 from hvdtrain.context import get_run_ctx
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from hvdtrain.config.plugins import Plugin
     from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
     from hvdtrain.plugins.programs.api import Average, Best, Result, evaluate, forward, load_model, train
+    from hvdtrain.plugins.reductions.values import reduce_values as all_reduce
     from hvdtrain.plugins.transformers.pretrained import SavePretrained
 
 __all__ = [

@@ -29,7 +29,7 @@ PLACES = {
 """Where a package may be imported."""
 
 
-FOR_CHECKERS = {"plugins/other_trainer", "plugins/programs", "plugins/transformers"}
+FOR_CHECKERS = {"plugins/other_trainer", "plugins/programs", "plugins/reductions", "plugins/transformers"}
 """The plug-ins whose names `hvdtrain/__init__.py` imports for type checkers only; it looks them up in a table."""
 
 

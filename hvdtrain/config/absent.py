@@ -44,6 +44,7 @@ NAMES = {
     "preload": "preload_from_files",
     "programs": "Average Best Result evaluate forward load_model train",
     "prove": "prove",
+    "reductions": "all_reduce",
     "remote": "fsspec",
     "same_data": "accept_changed_data",
     "report": "report card",

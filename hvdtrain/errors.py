@@ -125,8 +125,8 @@ class Problem:
     def of(cls, rule: ProblemRule, sentence: str) -> Problem:
         """A problem by its sentence.
 
-        >>> found = Problem.of("out-of-range", "max_seqs: expected a positive number, got 0 in g2p.py (leave it out)")
-        >>> found.key, found.expected, found.got, found.hint
+        >>> mistake = Problem.of("out-of-range", "max_seqs: expected a positive number, got 0 in g2p.py (leave it out)")
+        >>> mistake.key, mistake.expected, mistake.got, mistake.hint
         ('max_seqs', 'a positive number', '0 in g2p.py', 'leave it out')
         """
         parts = SENTENCE.fullmatch(sentence)

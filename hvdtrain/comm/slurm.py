@@ -14,9 +14,9 @@ def host_names(text: str) -> list[str]:
     ['rack1n1', 'rack1n3', 'rack2n1', 'rack2n3']
     """
     names = []
-    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+    for pattern in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         heads = [""]
-        for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", part):
+        for plain, ranges in re.findall(r"([^\[]*)(?:\[([^\]]*)\])?", pattern):
             numbers = [number for piece in ranges.split(",") for number in _expand(piece)] if ranges else [""]
             heads = [head + plain + number for head in heads for number in numbers]
         names += heads
@@ -38,8 +38,8 @@ def tasks_per_node(text: str) -> list[int]:
     [4, 4, 1]
     """
     counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
         if match is None:
             return []
         counts += [int(match[1])] * int(match[2] or 1)

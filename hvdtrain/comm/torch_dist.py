@@ -234,10 +234,10 @@ class TorchCommunicator:
         if any(length != lengths[0] for length in lengths):
             sent = sent.new_zeros(max(lengths), *tensor.shape[1:])  # all_gather needs the same shape on every rank
             sent[: len(tensor)] = tensor
-        parts = [torch.empty_like(sent) for _ in lengths]
+        received = [torch.empty_like(sent) for _ in lengths]
         with _peer_failures():
-            torch.distributed.all_gather(parts, sent, group=self._group)
-        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).to(tensor.dtype)
+            torch.distributed.all_gather(received, sent, group=self._group)
+        return torch.cat([rows[:length] for rows, length in zip(received, lengths, strict=True)]).to(tensor.dtype)
 
     def gather(self, value: T, *, name: str) -> list[T]:
         gathered = gather_pickled((name, value), self.size, lambda tensor, lengths, _: self._gather_rows(tensor, lengths, None))
@@ -279,19 +279,19 @@ class TorchCommunicator:
 
     def split(self, sets: Sequence[Sequence[int]], *, name: str) -> Communicator | None:
         self._check_whole(f"split {name}")
-        part: Communicator | None = None
+        members: Communicator | None = None
         for ranks in sets:
             if len(ranks) == self.size:
-                part = self
+                members = self
             elif len(ranks) == 1:
-                part = SingleCommunicator(self.local_rank, self.local_size) if self.rank in ranks else part
+                members = SingleCommunicator(self.local_rank, self.local_size) if self.rank in ranks else members
             elif ranks:
                 with _peer_failures():
                     group = torch.distributed.new_group(list(ranks), self._timeout, group_desc=name)
                 if self.rank in ranks:
                     self._channels.append(self._within_group(group))
-                    part = self._channels[-1]
-        return part
+                    members = self._channels[-1]
+        return members
 
     def _check_whole(self, what: str) -> None:
         if self._group is not None:

@@ -66,11 +66,11 @@ def as_text(value: Any) -> str | None:
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict):
-        parts = {str(name): as_text(part) for name, part in value.items()}
+        texts = {str(name): as_text(entry) for name, entry in value.items()}
         return (
-            None if None in parts.values() else "{" + ", ".join(f"{name}: {part}" for name, part in sorted(parts.items())) + "}"
+            None if None in texts.values() else "{" + ", ".join(f"{name}: {text}" for name, text in sorted(texts.items())) + "}"
         )
     if isinstance(value, (list, tuple)):
-        several = [as_text(part) for part in value]
+        several = [as_text(entry) for entry in value]
         return None if None in several else f"[{', '.join(map(str, several))}]"
     return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else None

@@ -33,7 +33,7 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
         order_name = "in its own order"
     lengths = feed.dataset.lengths
     size = sum(int(lengths[key].sum(dtype=numpy.int64)) * stream.frame_size for key, stream in feed.dataset.streams.items())
-    repeated = [(path, times) for part in feed.parts for path, times in Counter(map(abspath, part.files)).items() if times > 1]
+    repeated = [(path, times) for inner in feed.parts for path, times in Counter(map(abspath, inner.files)).items() if times > 1]
     parts = [f"{feed.name}: {feed.dataset.num_sequences} sequences, {order_name}", *([how] if how else []), size_text(size)]
     lines = [
         (4, "; ".join(parts)),

@@ -270,7 +270,7 @@ class BatchCheck:
             [tag] = self.dataset.tags([int(indices[row])] if batch.joined is None else [int(indices[row, 0])])
         except Exception:  # the part that is broken may be the one that reads tags
             tag = f"number {indices[row].tolist()}"
-        files = list(dict.fromkeys(path for part in self.parts for path in part.files))
+        files = list(dict.fromkeys(path for source in self.parts for path in source.files))
         if len(self.parts) == 1 and (file := self.parts[0].file_of(int(batch.indices[row]))) is not None:
             files = [file]
         return DataError(f"{source_of(self.name, files)}: sequence {tag!r}, data key {key!r}: {what}")

@@ -68,7 +68,7 @@ class Feed:
     @property
     def source(self) -> str:
         """The name, with the files if there are any."""
-        return source_of(self.name, list(dict.fromkeys(path for part in self.parts for path in part.files)))
+        return source_of(self.name, list(dict.fromkeys(path for source in self.parts for path in source.files)))
 
     @property
     def passes(self) -> int:
@@ -180,8 +180,8 @@ class Feed:
             return int((indices[:, 1] == 0).sum())
         if self.chunks is None:
             return len(indices)
-        parts = (indices[i : i + SEQUENCES_AT_ONCE] for i in range(0, len(indices), SEQUENCES_AT_ONCE))
-        return sum(int((self.chunks.numbers[part] == 0).sum()) for part in parts)
+        blocks = (indices[i : i + SEQUENCES_AT_ONCE] for i in range(0, len(indices), SEQUENCES_AT_ONCE))
+        return sum(int((self.chunks.numbers[block] == 0).sum()) for block in blocks)
 
     def sequences_of(self, indices: Array) -> Array:
         """The sequence of each of a plan's indices, which may be chunks or pieces of sequences."""
@@ -213,7 +213,7 @@ class Feed:
             dataset = self.chunks.dataset(dataset)
         if self.batch_keys.frame_batches:
             dataset = FrameDataset(dataset, self.frame_keys)
-        from_files = bool(self.parts) and all(part.files for part in self.parts) and not self.dataset.is_stochastic
+        from_files = bool(self.parts) and all(source.files for source in self.parts) and not self.dataset.is_stochastic
         check = BatchCheck(self.name, dataset, self.lengths_in(epoch), self.parts, self.expected, from_files)
         mix = self.dataset.mix
         packed = self.packed_keys

@@ -118,7 +118,7 @@ class StepSeeds:
 def _mix_steps(count: int, parts: tuple[int, ...], first: int) -> Array:
     """`mix_seeds(count, *parts, step)` for `STEPS` steps; uint32 of shape (STEPS, count). Numpy's SeedSequence, whose algorithm
     is fixed, with arrays in place of numbers."""
-    words = [numpy.full(STEPS, word, numpy.uint32) for part in parts for word in _words(part)]
+    words = [numpy.full(STEPS, word, numpy.uint32) for number in parts for word in _words(number)]
     words.append(numpy.arange(first, first + STEPS, dtype=numpy.uint32))
     constant = 0x43B0D7E5
 

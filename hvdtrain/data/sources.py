@@ -79,7 +79,7 @@ def _as_dict(name: str, value: Any) -> tuple[dict[str, Any], list[Problem]]:
     if isinstance(value, PathLike):
         value = [value]
     elif isinstance(value, str) and not is_reference(value):
-        value = [part.strip() for part in value.split(",")]
+        value = [file.strip() for file in value.split(",")]
         if not all(value):
             return {}, problem(
                 "missing",

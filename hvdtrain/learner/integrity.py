@@ -230,7 +230,7 @@ def check_rank_file(file: Path, stored: Mapping[str, Any], parts: Collection[str
     Raises:
         DamagedCheckpoint: it belongs to another checkpoint, or a part is missing.
     """
-    if missing := [part for part in parts if part not in stored]:
+    if missing := [name for name in parts if name not in stored]:
         raise DamagedCheckpoint(f"{file}: expected this rank's {', '.join(parts)}, got a file without {', '.join(missing)}")
     if differing := [name for name, value in marks.items() if stored.get(name) != value]:
         raise DamagedCheckpoint(
@@ -275,8 +275,8 @@ def check_shapes(file: Path, expected: object, entries: Mapping[str, Any], names
     shapes_here = shapes_of(entries)
     for path, shape in expected.items() if isinstance(expected, Mapping) else ():
         if (got := shapes_here.get(path)) != shape:
-            entry, *parts = path.split(".")
-            numbers = [part for part in parts if part in names] if entry == "optimizer" else []
+            entry, *inner = path.split(".")
+            numbers = [name for name in inner if name in names] if entry == "optimizer" else []
             of = f" of the parameter {names[numbers[0]]}" if numbers else ""
             is_shape = shape.startswith("(")
             raise DamagedCheckpoint(

@@ -155,8 +155,8 @@ def option_texts(options: Mapping[str, Any]) -> dict[str, str]:
 
 def _option_text(value: Any) -> str | None:
     if isinstance(value, (list, tuple)):
-        parts = [_option_text(part) for part in value]
-        return None if None in parts else f"({', '.join(str(part) for part in parts)})"
+        texts = [_option_text(entry) for entry in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f"{value:g}" if float(f"{value:g}") == value else repr(float(value))
     return repr(value) if value is None or isinstance(value, (bool, str)) else None

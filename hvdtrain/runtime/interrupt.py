@@ -25,11 +25,11 @@ def seconds_of(limit: float | str) -> float:
     (5400.0, 172810.0, 90.0)
     """
     days, _, clock = str(limit).rpartition("-") if isinstance(limit, str) else ("", "", str(limit))
-    parts = clock.split(":")
-    if len(parts) > 3 or any(not part for part in parts) or (days and not days.isdigit()):
+    fields = clock.split(":")
+    if len(fields) > 3 or not all(fields) or (days and not days.isdigit()):
         raise ValueError(f"not a time: {limit!r}")
     seconds = 0.0
-    for field in parts:
+    for field in fields:
         seconds = 60 * seconds + float(field)
     return 86400 * int(days or 0) + seconds
 

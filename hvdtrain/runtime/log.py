@@ -271,11 +271,11 @@ def wrap(row: str, width: int, indent: int, ends: Sequence[tuple[str, str]] = EN
     [(pattern, separator), *finer] = ends
     start = len(row) - len(row.lstrip())
     lines: list[str] = []
-    for part in re.split(pattern, row[start:]):
-        if lines and len(lines[-1]) + len(separator) + len(part.rstrip()) <= width:
-            lines[-1] += separator + part
+    for words in re.split(pattern, row[start:]):
+        if lines and len(lines[-1]) + len(separator) + len(words.rstrip()) <= width:
+            lines[-1] += separator + words
             continue
-        line = " " * (indent if lines else start) + part
+        line = " " * (indent if lines else start) + words
         lines += wrap(line, width, indent, finer) if finer and len(line.rstrip()) > width else [line]
     return [line.rstrip() for line in lines]
 

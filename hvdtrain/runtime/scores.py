@@ -90,11 +90,11 @@ class Scores:
         return sorted((name, entry) for name, entry in self._sums.items() if STATISTIC not in name)
 
     @staticmethod
-    def merge(parts: Iterable[Scores]) -> Scores:
-        """Combine the batches of all `parts`."""
+    def merge(all_scores: Iterable[Scores]) -> Scores:
+        """Combine the batches of several scores."""
         result = Scores()
-        for part in parts:
-            for name, entry in part._sums.items():
+        for scores in all_scores:
+            for name, entry in scores._sums.items():
                 into = result._sums.setdefault(name, Sum())
                 into.totals.extend(entry.totals)
                 into.counts.extend(entry.counts)

@@ -76,8 +76,8 @@ def copy_data(
     Raises:
         DataError: a file cannot be read, or there is no room for a remote one.
     """
-    parts = [part for spec in specs for part in spec.all()]
-    files = [path for path in dict.fromkeys(path for part in parts for path in part.copied) if is_remote(path) or not remote_only]
+    paths = dict.fromkeys(path for spec in specs for dataset in spec.all() for path in dataset.copied)
+    files = [path for path in paths if is_remote(path) or not remote_only]
     copier = None if remote_only and not files else COPIERS.last
     return NO_COPIES if copier is None else copier.copy(settings, files, comm, watchdog, at_the_end)
 
@@ -166,7 +166,7 @@ def open_datasets(
 def _open_feed(settings: Settings, comm: Communicator, spec: DatasetSpec, context: OpeningContext) -> Feed:
     """Open a dataset, and check it against the config. Raises: DataError."""
     copies = context.copies
-    files = Unchanged(copies.get(path, path) if path in part.copied else path for part in spec.all() for path in part.files)
+    files = Unchanged(copies.get(path, path) if path in inner.copied else path for inner in spec.all() for path in inner.files)
     dataset = OneAtATime(open_dataset(spec, context))
     check_lengths(spec.name, dataset)
     if dataset.collate is None:  # else `_check_collate` refuses them

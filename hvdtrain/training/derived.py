@@ -95,8 +95,8 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
 
 
 def _remote_problems(sections: Sections, specs: Iterable[DatasetSpec]) -> list[Problem]:
-    parts = [part for spec in specs for part in spec.all()]
-    urls = {part.name: remote for part in parts if (remote := list(filter(is_remote, part.files)))}
+    datasets = [dataset for spec in specs for dataset in spec.all()]
+    urls = {dataset.name: remote for dataset in datasets if (remote := list(filter(is_remote, dataset.files)))}
     if not urls:
         return []
     if (copier := COPIERS.last) is not None:

@@ -244,8 +244,8 @@ class StepLog:
             self._bar.end(self._progress.number, self._progress.share)
 
 
-def _join(parts: list[str]) -> str:
-    return ", ".join(part for part in parts if part)
+def _join(words: list[str]) -> str:
+    return ", ".join(filter(None, words))
 
 
 @contextmanager

@@ -218,8 +218,8 @@ PART = 4096.0
 def _parts(counts: torch.Tensor) -> torch.Tensor:
     """Numbers of elements as float32; shape (2, counts). Integers up to 2^36 are exact, also when they are added up.
 
-    >>> one, other = torch.tensor([[16777217.0], [4095.0]], dtype=torch.float64)
-    >>> _joined(_parts(one) + _parts(other)).item()
+    >>> large, small = torch.tensor([[16777217.0], [4095.0]], dtype=torch.float64)
+    >>> _joined(_parts(large) + _parts(small)).item()
     16781312.0
     """
     high = torch.floor(counts / PART)
@@ -229,11 +229,11 @@ def _parts(counts: torch.Tensor) -> torch.Tensor:
 def _parts_of_numbers(counts: Sequence[float]) -> list[float]:
     """The same of numbers, one after the other.
 
-    >>> _joined_numbers([one + other for one, other in zip(_parts_of_numbers([16777217.0]), _parts_of_numbers([4095.0]))])
+    >>> _joined_numbers([a + b for a, b in zip(_parts_of_numbers([16777217.0]), _parts_of_numbers([4095.0]))])
     [16781312.0]
     """
-    high = [float(count // PART) for count in counts]
-    return high + [count - PART * part for count, part in zip(counts, high, strict=True)]
+    highs = [float(count // PART) for count in counts]
+    return highs + [count - PART * high for count, high in zip(counts, highs, strict=True)]
 
 
 def _joined_numbers(parts: Sequence[float]) -> list[float]:

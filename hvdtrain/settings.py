@@ -21,9 +21,8 @@ from hvdtrain.config.overrides import COMMAND_LINE
 from hvdtrain.config.plugins import Registry, with_implied_keys
 from hvdtrain.config.source import Config, Source, load
 from hvdtrain.config.value_text import as_text, value_text
-from hvdtrain.data.combine.step_keys import STEPS
 from hvdtrain.data.keys import DataKeys, DatasetSpec
-from hvdtrain.data.kinds import KINDS
+from hvdtrain.data.kinds import KINDS, STEPS
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import ConfigError, Problem, problem

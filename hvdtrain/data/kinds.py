@@ -59,6 +59,27 @@ KINDS: Registry[type[DatasetKeys]] = Registry("datasets", {"HDFDataset": HDFData
 """The keys of each kind of dataset, with its opener, by the name that a dataset dict has as 'class'."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepKeys:
+    """The base of the keys of every kind of step in the `map_seq` of a MapDataset."""
+
+    opener: ClassVar[str]
+    """'module:class' of the step, which gets its keys."""
+
+    @property
+    def reads(self) -> list[str]:
+        """The names of the datasets in `datasets` of the MapDataset that the step reads."""
+        return []
+
+    def problems(self) -> list[Problem]:
+        """Conflicts among the keys."""
+        return []
+
+
+STEPS: Registry[type[StepKeys]] = Registry("steps")
+"""The keys of each kind of step, by the name that its dict has as 'class'."""
+
+
 @dataclass(frozen=True)
 class Adapter:
     """What makes a dataset's dict of a value of a config that another program, or library, has.

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.config.absent import absent
 from hvdtrain.config.check import build, unknown_options
-from hvdtrain.data.combine.step_keys import STEPS
+from hvdtrain.data.kinds import STEPS
 from hvdtrain.errors import Problem, problem
 
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 from hvdtrain.config.check import build, unknown_options
 from hvdtrain.config.keys import REQUIRED, key, not_negative, positive
 from hvdtrain.config.references import is_reference
-from hvdtrain.data.combine.step_keys import STEPS
 from hvdtrain.data.keys import DatasetKeys, FileDatasetKeys
+from hvdtrain.data.kinds import STEPS
 from hvdtrain.errors import Problem, problem
 from hvdtrain.plugins.combine.check_steps import check_steps
 

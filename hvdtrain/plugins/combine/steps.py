@@ -14,9 +14,9 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.references import resolve
-from hvdtrain.data.combine.step_keys import StepKeys
 from hvdtrain.data.dataset import Dataset, Scanning
 from hvdtrain.data.formats.found import find_lengths, fingerprint_of, measure_broken
+from hvdtrain.data.kinds import StepKeys
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hvdtrain.config.keys import REQUIRED, Rule, key, not_negative, positive, share
-from hvdtrain.data.combine.step_keys import StepKeys
+from hvdtrain.data.kinds import StepKeys
 from hvdtrain.errors import Problem, problem
 from hvdtrain.plugins.speech.keys import TranscriptKeys
 

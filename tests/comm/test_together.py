@@ -1,20 +1,14 @@
 """What ranks do together and one for all, and how an error of one becomes that of all: ranks as threads."""
 
-import math
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
 
-import numpy
 import pytest
 import torch
 from thread_ranks import on_ranks
 
-import hvdtrain
 from hvdtrain.comm.base import Communicator, all_reduce, on_rank_zero, together
-from hvdtrain.comm.for_configs import use_communicator
-from hvdtrain.errors import ConfigError, DataError, PeerFailure
+from hvdtrain.errors import DataError, PeerFailure
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.plugins.copies.heartbeat import run_with_heartbeat
 from hvdtrain.runtime.timer import Timer
@@ -117,44 +111,3 @@ def test_sparse_gradients_of_all_ranks_come_one_after_the_other(average: bool) -
 
     scale = 2 if average else 1
     assert on_ranks(2, work) == [([1 / scale, 1 / scale, 2 / scale, 2 / scale], [0, 7, 1, 7])] * 2
-
-
-@pytest.mark.parametrize(
-    ("values", "op", "expected"),
-    [
-        ([numpy.float32(1), numpy.float32(1e-9)], "sum", 1 + float(numpy.float32(1e-9))),
-        ([1e16, 1.0, -1e16], "sum", 1.0),
-        ([numpy.int32(2**31 - 1), numpy.int32(1)], "sum", 2**31),
-        ([True, 2], "average", 1.5),
-        ([math.inf, -math.inf], "sum", math.nan),
-        ([1 + 1j, 2], "sum", 3 + 1j),
-        ([numpy.array([1, 3e-8], "float32"), numpy.array([1e-8, 1], "float32")] * 8, "sum", [8, 8]),
-        ([numpy.array([6e4], "float16"), numpy.array([6e4], "float16")], "average", [6e4]),
-        ([numpy.array([2**31 - 1], "int32"), numpy.array([1], "int32")], "sum", [2**31]),
-        ([torch.tensor([2**31 - 1], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)], "sum", [2**31 + 1]),
-        ([torch.tensor([1]), torch.tensor([2])], "average", [1.5]),
-        ([torch.tensor([True]), torch.tensor([True])], "sum", [2]),
-    ],
-)
-def test_what_a_config_reduces_is_exact_in_every_type(values: list[Any], op: Literal["sum", "average"], expected: object) -> None:
-    def work(comm: Communicator) -> object:
-        with use_communicator(comm):
-            return hvdtrain.all_reduce(values[comm.rank], op)
-
-    for found in on_ranks(len(values), work):
-        numpy.testing.assert_allclose(numpy.asarray(found), expected, rtol=1e-7)
-        assert not isinstance(found, numpy.float32)
-
-
-def test_ranks_that_reduce_different_things_are_an_error() -> None:
-    calls: list[tuple[object, Literal["sum", "max"]]] = [(torch.ones(2), "sum"), (torch.ones(3), "sum"), (1, "max")]
-
-    def work(comm: Communicator, other: int) -> None:
-        with use_communicator(comm):
-            value, op = calls[other * comm.rank]
-            hvdtrain.all_reduce(value, op, name="accuracy")
-
-    shapes = r"accuracy: the value: .*float32, shape \(2,\) on rank 0 and a tensor of torch.float32, shape \(3,\) on rank 1"
-    for other, expected in ((1, shapes), (2, "accuracy: the operation: .* got sum on rank 0 and max on rank 1")):
-        with pytest.raises(ConfigError, match=expected):
-            on_ranks(2, partial(work, other=other))

@@ -16,7 +16,6 @@ from hvdtrain.data.views import OneAtATime
 from hvdtrain.plugins.cache.budget import PER_ARRAY, PER_SEQUENCE, Budget, CachedDataset
 from hvdtrain.plugins.cache.keys import parse_sizes
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
-from hvdtrain.runtime.memory import _available_memory, _memory_left, host_memory
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds
 
@@ -224,18 +223,3 @@ def test_all_ranks_of_a_host_share_its_memory(compressed: Dataset) -> None:
     workers.reserve(300)
     more.reserve(300)  # the first ones may cache all of their dataset
     assert [workers.take(300), workers.take(1), more.take(133), more.take(1), host.used] == [True, False, True, False, 1000]
-    memory = host_memory()
-    assert memory is not None
-    assert 1 << 20 < memory < 1 << 50
-
-
-def test_the_memory_of_a_host_and_of_a_control_group(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:       8000 kB\nMemAvailable:   5000 kB\n")
-    assert _available_memory(tmp_path / "meminfo") == 5000 << 10
-    assert _available_memory(tmp_path / "none") is None
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("900\n")
-    (tmp_path / "memory.stat").write_text("anon 500\nfile 300\n")
-    assert _memory_left(tmp_path) == 400  # the page cache gives way
-    (tmp_path / "memory.max").write_text("max\n")
-    assert _memory_left(tmp_path) is None

@@ -6,6 +6,7 @@ In the last step, only rank 0 has a batch; the others run the model on one frame
 sums over the ranks. One line is printed for each case: the largest relative difference of a loss, and the largest of a weight.
 """
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -115,6 +116,7 @@ CASES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.distributed.init_process_group("gloo")
     for name, case in CASES.items():
         try:

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Time and memory that a MetaDataset needs to join two files by tag.
 
-    benchmarks/join_by_tag.py [NUMBER OF SEQUENCES, default 10 million]
-
 The second file has the sequences of the first one in random order; tags have 40 bytes. Joining two files with the same order is
 measured, too.
 """
 
+import argparse
 import resource
 import sys
 import tempfile
@@ -51,7 +50,9 @@ def timed(what: str, work: Callable[[], object]) -> object:
 
 def main() -> None:
     """Write the files, join them, check the result."""
-    size = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000_000
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", nargs="?", type=int, default=10_000_000, help="number of sequences (10 million)")
+    size = parser.parse_args().size
     with tempfile.TemporaryDirectory() as folder:
         first, second = Path(folder, "first.hdf"), Path(folder, "second.hdf")
         permutation = numpy.random.default_rng(0).permutation(size)

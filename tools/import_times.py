@@ -46,8 +46,9 @@ def seconds_by_group(log: str) -> Counter[str]:
 
 
 def main() -> None:
-    if len(sys.argv) == 1:
-        sys.exit(__doc__)
+    if sys.argv[1:] in ([], ["-h"], ["--help"]):
+        print(__doc__)
+        return
     runs = []
     for _ in range(RUNS):
         command = [sys.executable, "-X", "importtime", *sys.argv[1:]]

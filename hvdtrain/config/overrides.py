@@ -167,8 +167,9 @@ def set_nested(
     if not isinstance(inside, dict):
         got = "nothing" if first not in values else type(inside).__name__
         close = get_close_matches(first, [key for key, value in values.items() if isinstance(value, dict)], n=1)
-        kind = "" if inside is None else f"'class': {inside!r}, " if isinstance(inside, str) else "'class': ..., "
-        hint = f" (in the config, write {first} = {{{kind}'{path[0]}': ...}})"
+        kind = {} if inside is None else {"class": repr(inside) if isinstance(inside, str) else "..."}
+        entries = ", ".join(f"'{name}': {text}" for name, text in {**kind, path[0]: "..."}.items())
+        hint = f" (in the config, write {first} = {{{entries}}})"
         hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else hint
         return problem("wrong-type", f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}")
     values[first] = inside = dict(inside)

@@ -42,7 +42,9 @@ def resolve(reference: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:
-        raise ImportError(f"{reference}: {type(error).__name__}: {error}") from error
+        is_file = isinstance(error, ModuleNotFoundError) and error.name == module_name and Path(f"{module_name}.py").exists()
+        hint = f" (did you mean {module_name}.py:{name}?)" if is_file else ""
+        raise ImportError(f"{reference}: {type(error).__name__}: {error}{hint}") from error
     if not hasattr(module, name):
         raise ImportError(f"{reference}: expected a name {name!r} in {module_name}, got none")
     return getattr(module, name)

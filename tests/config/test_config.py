@@ -704,8 +704,11 @@ def test_defaults_that_can_be_changed_are_not_shared() -> None:
     assert second.table == {"a": 1}
 
 
-def test_naming_python_in_a_string(tmp_path: Path) -> None:
+def test_naming_python_in_a_string(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, "class Corpus: ...\n", "my_corpus_file.py")
+    written(tmp_path, "class Corpus: ...\n", "corpus_beside.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     assert is_reference(f"{path}:Corpus")
     assert resolve(f"{path}:Corpus").__name__ == "Corpus"
     assert resolve("json.decoder:JSONDecoder") is json.JSONDecoder
@@ -713,7 +716,8 @@ def test_naming_python_in_a_string(tmp_path: Path) -> None:
         assert not is_reference(text), text
     for text, message in (
         (f"{path}:Missing", "expected a name 'Missing' in"),
-        ("no_such_module:x", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("no_such_module:x", "ModuleNotFoundError: No module named 'no_such_module'$"),
+        ("corpus_beside:Corpus", r"No module named 'corpus_beside' \(did you mean corpus_beside.py:Corpus\?\)"),
         (f"{tmp_path / 'none.py'}:x", "no such file"),
         (f"{written(tmp_path, '1 / 0', 'failing.py')}:x", "ZeroDivisionError: division by zero"),
     ):

@@ -45,7 +45,8 @@ def find_dataset(source: str, name: str, overrides: dict[str, str]) -> DatasetSp
         try:
             value = ast.literal_eval(source)
         except (ValueError, SyntaxError) as error:
-            raise ConfigError.of("wrong-type", f"dataset dict: expected a Python dict, got {source!r} ({error})") from None
+            why = error.msg if isinstance(error, SyntaxError) else error
+            raise ConfigError.of("wrong-type", f"dataset dict: expected a Python dict, got {source!r} ({why})") from None
     elif is_config:
         loaded = load([Path(source)], overrides, {}, Watches().builtins)
         values = loaded.values

@@ -42,6 +42,12 @@ class Preloading(CheckpointHooks):
 
     def load(self, loader: Loader, *, is_training: bool, is_fresh: bool) -> None:
         due = [preload for preload in self._preloads if preload.is_due(is_training, is_fresh)]
+        for preload in self._preloads if is_training and is_fresh else ():
+            if preload.filename is not None and not preload.init_for_train:
+                log.info(
+                    f"preload_from_files.{preload.name}: {preload.filename} is not loaded in a training ('init_for_train': True "
+                    "loads it when one begins)"
+                )
         state = loader.state
 
         def load_all() -> None:

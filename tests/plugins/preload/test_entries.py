@@ -125,7 +125,9 @@ def test_two_ranks_keep_them_constant(trained: Trained) -> None:
     assert not torch.equal(one["last.weight"], two["last.weight"])
 
 
-def test_what_no_file_has_is_an_error_unless_it_may_be_missing(corpus: Path, theirs: Path, tmp_path: Path) -> None:
+def test_what_no_file_has_is_an_error_unless_it_may_be_missing(
+    corpus: Path, theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     part = entry(theirs, init_for_train=True)
     del part["prefix"]
     part["var_name_mapping"] = {"first.weight": "weight", "first.bias": "bias"}
@@ -139,7 +141,10 @@ def test_what_no_file_has_is_an_error_unless_it_may_be_missing(corpus: Path, the
     learner = learner_of(settings_of(corpus, tmp_path / "two", f"preload_from_files = {preloads}", learning_rate=0, num_epochs=1))
     assert torch.equal(learner.model.state_dict()["first.weight"], stored(theirs)["weight"])
     preloads["new"] = {**NEW, "prefix": "last."}
+    preloads["tasks"] = entry(theirs)
     train(settings_of(corpus, tmp_path / "three", f"preload_from_files = {preloads}", num_epochs=1))
+    assert f"preload_from_files.tasks: {theirs} is not loaded in a training ('init_for_train': True" in capsys.readouterr().out
+    del preloads["tasks"]
     # What one file lacks another may have.
     torch.save({"model": {"last.weight": torch.ones_like(learner.model.state_dict()["last.weight"])}}, tmp_path / "last.pt")
     last = {"filename": str(tmp_path / "last.pt"), "init_for_train": True}

@@ -214,7 +214,7 @@ def _file(name: str, folder: CheckpointFolder, keys: StartKeys, key: str = "load
             return candidate
     if keys.checkpoint_reader is not None and Path(name).is_dir():
         return Path(name)
-    raise CheckpointError(f"{key}: expected a model file, got none of {', '.join(map(str, candidates))}")
+    raise CheckpointError(f"{key}: expected a model file, got no {' or '.join(map(str, candidates))}")
 
 
 def resume(

@@ -128,6 +128,8 @@ def load_model(checkpoint: str | os.PathLike[str], config: ConfigLike | None = N
     path = Path(checkpoint)
     overrides: dict[str, Any] = dict(keys)
     if config is None and not keys:
+        if path.is_dir():
+            raise CheckpointError(f"checkpoint: expected a model's file, such as {path / 'model.001.pt'}, got the folder {path}")
         config, overrides = _read_start(records_of(prefix_of(path)))
     with _one_job(), _restored_process(_configs(config)):
         return _load(read_settings(_configs(config), overrides | {"task": "train"}, CALL), path)
@@ -358,7 +360,8 @@ def _read_start(folder: Path) -> tuple[list[Path], dict[str, Any]]:
         settings = dict(start["settings"])
         files = [Path(start["directory"], name) for name in texts]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path}: expected what a training was started with, got: {error} ({hint})") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{path}: expected what a training was started with, got: {why} ({hint})") from None
     for file, text in zip(files, texts.values(), strict=True):
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
             got = "another text" if file.is_file() else "no such file"

@@ -238,6 +238,8 @@ def test_a_model_is_loaded_as_its_training_was_started(tmp_path: Path) -> None:
     started = hvdtrain.train(config, num_epochs=1, max_seqs_total=40, model=str(tmp_path / "other" / "model"))
     loaded = hvdtrain.load_model(started.checkpoint)
     assert all(torch.equal(started.model.state_dict()[name], tensor) for name, tensor in loaded.state_dict().items())
+    with pytest.raises(hvdtrain.HvdtrainError, match="expected a model's file, such as .*model.001.pt, got the folder"):
+        hvdtrain.load_model(tmp_path / "other")
     config.write_text(config.read_text().replace("size = 64", "size = 16"))
     with pytest.raises(hvdtrain.HvdtrainError, match="expected the config that the model was trained with, got another text"):
         hvdtrain.load_model(started.checkpoint)

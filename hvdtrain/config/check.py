@@ -206,8 +206,8 @@ def did_you_mean(name: str, keys: Iterable[str]) -> str:
 
 
 def _short_repr(value: Any) -> str:
-    """The repr of a value for a message, shortened to 80 characters."""
-    text = repr(value)
+    """The repr of a value for a message, on one line and shortened to 80 characters."""
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -63,8 +63,8 @@ class Arguments:
         else:
             raise ConfigError.of("wrong-type", f"{KEY}.args: expected a TrainingArguments, or a dict of them, got {given!r}")
         self._values = defaults | self._given
-        unknown = sorted(self._given.keys() - defaults.keys() - WITHOUT_EFFECT)
-        served = SERVED | WITHOUT_EFFECT
+        served = SERVED | WITHOUT_EFFECT  # some of them in other releases of transformers only, such as warmup_ratio
+        unknown = sorted(self._given.keys() - defaults.keys() - served)
         for name in [*unknown, *(one for one in defaults if one not in served)]:
             if name in unknown or plain(self._given.get(name, defaults[name])) not in (plain(defaults[name]), *UNSET):
                 raise ConfigError.of(

@@ -18,6 +18,7 @@ pytest.importorskip("accelerate")
 tokenizers = pytest.importorskip("tokenizers")
 from transformers.trainer_pt_utils import LengthGroupedSampler  # noqa: E402
 
+from hvdtrain.plugins.transformers.arguments import Arguments  # noqa: E402
 from hvdtrain.plugins.transformers.collators import Collate  # noqa: E402
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -289,6 +290,7 @@ def test_arguments_may_be_an_object(tmp_path: Path) -> None:
     made = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), eval_strategy="epoch", use_cpu=True, **ARGUMENTS)
     found = train(keys("bert", made), tmp_path / "object")  # type: ignore[arg-type]
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert Arguments({"warmup_ratio": 0.1}).warmup_ratio == 0.1  # which newer classes do not have any more
     made.neftune_noise_alpha = 3.0
     with pytest.raises(ConfigError, match="got neftune_noise_alpha = 3.0"):
         train(keys("bert", made), tmp_path / "refused")  # type: ignore[arg-type]

@@ -207,10 +207,12 @@ def keys_in(settings: Settings, *, is_training: bool) -> ChunkKeys:
 
 
 def chunks_of(settings: Settings, is_training: bool, lengths: Mapping[str, Array]) -> FixedChunks | None:
+    """The chunks of all sequences, by the keys of training or of evaluation; None: sequences stay whole."""
     return make_chunks(lengths, keys_in(settings, is_training=is_training))
 
 
 def uses(settings: Settings, is_training: bool) -> dict[str, bool]:
+    """By key, whether the config sets it for training, or for evaluation."""
     keys = keys_in(settings, is_training=is_training)
     return {
         "chunking": parse(keys.chunking) is not None,

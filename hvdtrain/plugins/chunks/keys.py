@@ -203,4 +203,5 @@ def keys_of(keys: ChunkKeys) -> list[str]:
 
 
 def limit_of(limit: Limit, name: str) -> int:
+    """The limit for a data key; 0: none."""
     return (limit.get(name, 0) if isinstance(limit, Mapping) else limit) or 0

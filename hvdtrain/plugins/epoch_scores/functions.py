@@ -20,6 +20,7 @@ from hvdtrain.settings import Settings
 
 
 def open_scoring(settings: Settings) -> EpochScores:
+    """Of the table `scorings`: that of the key `epoch_scores`."""
     return EpochScores(settings.of(EpochScoreKeys).epoch_scores)
 
 

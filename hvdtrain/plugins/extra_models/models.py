@@ -20,6 +20,7 @@ from hvdtrain.settings import Settings
 
 
 def with_extra_models(settings: Settings, comm: Communicator) -> Extend:
+    """Of the table `learner_extensions`: the models of the key `extra_models`, made once the trained one is there."""
     entries = settings.of(ExtraModelKeys).extra_models
 
     def extend(assembly: Assembly) -> None:

@@ -21,6 +21,7 @@ from hvdtrain.settings import Settings
 
 
 def with_base(settings: Settings, comm: Communicator) -> Extend:
+    """Of the table `learner_extensions`: what checkpoints leave out, as the key `save_parameters` says."""
     leaves_out = settings.of(FrozenBaseKeys).save_parameters == "trained"
 
     def extend(assembly: Assembly) -> None:

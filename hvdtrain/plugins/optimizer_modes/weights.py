@@ -24,10 +24,12 @@ from hvdtrain.settings import Settings
 
 
 def with_modes(settings: Settings, comm: Communicator) -> Extend:
+    """Of the table `learner_extensions`: an optimizer may have modes; whether it has shows when it is made."""
     return extend
 
 
 def extend(assembly: Assembly) -> None:
+    """Have the learner ask for the weights of an optimizer with modes here."""
     assembly.weights_of_modes = partial(weights_of, assembly)
 
 

@@ -30,10 +30,12 @@ MUON = getattr(torch.optim, "Muon", None)
 
 
 def with_several(settings: Settings, comm: Communicator) -> Extend:
+    """Of the table `learner_extensions`: several optimizers may be made of the key `optimizer`."""
     return extend
 
 
 def extend(assembly: Assembly) -> None:
+    """Have the learner make its optimizer here."""
     assembly.make_optimizer = make_optimizer
 
 

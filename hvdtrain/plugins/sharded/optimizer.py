@@ -18,6 +18,7 @@ from hvdtrain.settings import Settings
 
 
 def sharded_over(settings: Settings, comm: Communicator) -> Extend | None:
+    """Of the table `learner_extensions`: None, unless the config divides the optimizer and there are several ranks."""
     is_sharded = settings.of(ShardingKeys).sharded and comm.size > 1
     return partial(shard, comm) if is_sharded else None
 

@@ -73,6 +73,9 @@ NAMES = {
 }
 """By plug-in, the names of what it adds: keys, backends, classes of datasets, tasks, commands and so on."""
 
+REQUIRED = ("numpy", "h5py", "tqdm")
+"""The packages that are installed with hvdtrain: a checkout may be used without."""
+
 PLUGINS = Path(__file__).parents[1] / "plugins"
 
 
@@ -89,11 +92,15 @@ def absent(name: Any) -> str:
 
 
 def import_part(module: str) -> ModuleType:
-    """A module that a table names. Raises: ConfigError, if it needs one of hvdtrain's plug-ins that is missing."""
+    """A module that a table names. Raises: ConfigError, if it needs a plug-in or a package of hvdtrain's that is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         name = str(error.name)
+        if name in REQUIRED:
+            raise ConfigError.of(
+                "missing-package", f"{module}: expected the package {name}, which hvdtrain needs, got none (pip install {name})"
+            ) from None
         if not name.startswith("hvdtrain.plugins."):
             raise
         importer = module.removeprefix("hvdtrain.")

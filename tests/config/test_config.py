@@ -20,6 +20,7 @@ from learners import CONFIG
 
 import hvdtrain
 from hvdtrain.cli import COMMANDS, main, usage
+from hvdtrain.config.absent import import_part
 from hvdtrain.config.access import ConfigAccess
 from hvdtrain.config.check import build, closest
 from hvdtrain.config.command_line import parse_command_line, split_overrides
@@ -723,6 +724,14 @@ def test_naming_python_in_a_string(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         with pytest.raises(ImportError, match=message):
             resolve(text)
+
+
+def test_a_package_that_hvdtrain_needs_and_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, "import h5py\n", "part_with_files.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(ConfigError, match=r"part_with_files: expected the package h5py, .* got none \(pip install h5py\)"):
+        import_part("part_with_files")
 
 
 # Help

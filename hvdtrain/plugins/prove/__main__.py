@@ -310,7 +310,8 @@ def describe_gaps(job: Job, first: Record, batches: GlobalBatches) -> str:
     parts = []
     begin = _begin(first, batches)
     if (end := batches.steps - batches.end) > begin:
-        parts.append(f"steps {begin + 1} to {end} (--steps {batches.steps} trains all)")
+        between = f"steps {begin + 1} to {end}" if begin + 1 < end else f"step {end}"
+        parts.append(f"{between} (--steps {batches.steps} trains all)")
     if not batches.end:
         parts.append("the end of the epoch and a resume (--steps 2 or more)")
     if not job.dropout:

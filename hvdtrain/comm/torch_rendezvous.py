@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import secrets
 import socket
 import sys
@@ -85,7 +84,7 @@ class FileBoard:
     def post(self, text: str) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, text, writer=str(os.getpid()))
+            write_atomically(self._path, text, has_peers=True)
         except OSError as error:
             raise LaunchError(f"file://{self._path}: expected a writable file, got: {error.strerror}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,25 +13,26 @@ UNFINISHED = ".unfinished"
 """The end of the name of a file that is being written."""
 
 
-def write_atomically(file: Path, content: str | bytes, *, writer: str = "", flush: bool = False) -> None:
+def write_atomically(file: Path, content: str | bytes, *, has_peers: bool = False, flush: bool = False) -> None:
     """Write a file (text in UTF-8), or replace it. Raises: OSError.
 
     Args:
-        writer, flush: as of `atomically`.
+        has_peers, flush: as of `atomically`.
     """
-    with atomically(file, writer=writer, flush=flush) as unfinished:
+    with atomically(file, has_peers=has_peers, flush=flush) as unfinished:
         unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def atomically(file: Path, *, writer: str = "", flush: bool = False) -> Iterator[Path]:
+def atomically(file: Path, *, has_peers: bool = False, flush: bool = False) -> Iterator[Path]:
     """Yield the path at which to write a new version of a file; at the end of the block it gets the file's name. Raises: OSError.
 
     Args:
-        writer: a name for this process, if several write the file at the same time.
+        has_peers: whether other processes may write it at the same time, also on other hosts, where they may have the same id.
         flush: whether the content is to reach the disk first.
     """
-    unfinished = file.with_name(f"{file.name}{writer and '.'}{writer}{UNFINISHED}")
+    writer = f".{socket.gethostname()}-{os.getpid()}" if has_peers else ""
+    unfinished = file.with_name(f"{file.name}{writer}{UNFINISHED}")
     try:
         yield unfinished
         if flush:

@@ -123,7 +123,7 @@ class IndexFile:
         ).encode()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with atomically(path, writer=str(os.getpid())) as unfinished, unfinished.open("wb") as file:
+            with atomically(path, has_peers=True) as unfinished, unfinished.open("wb") as file:
                 file.write(len(header).to_bytes(8, "little") + header)
                 for values in stored.values():
                     file.write(bytes(_aligned(file.tell()) - file.tell()))

@@ -7,7 +7,6 @@ and the model's file is uploaded last and removed first. So a checkpoint in the 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +50,7 @@ class Mirror:
 
         def fetch() -> None:
             size, version = file.size_and_version()
-            with atomically(folder / name, writer=f"{socket.gethostname()}-{os.getpid()}") as unfinished:
+            with atomically(folder / name, has_peers=True) as unfinished:
                 target = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
                 try:
                     file.transfer(target, size, version, lambda number: None)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import pytest
 from launching import ROOT
 
 from hvdtrain.data.dataset import Scanning
+from hvdtrain.disk.atomic import atomically
 from hvdtrain.plugins.lengths import index
 from hvdtrain.plugins.lengths.fingerprint import fingerprint_of, fingerprint_of_file
 from hvdtrain.plugins.lengths.index import UNUSED, IndexFile, Kept
@@ -214,3 +216,13 @@ def test_what_is_kept_comes_back_until_it_is_damaged_or_unused(tmp_path: Path) -
             IndexFile(tmp_path, name).get("lengths", Scanning(tmp_path), make)
     assert listed.call_count == 1
     assert sorted(each.suffix for each in tmp_path.iterdir()) == [".index", ".index", ".lock", ".lock", ".txt"]
+
+
+def test_hosts_whose_processes_have_the_same_id_write_separate_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kept"
+    with atomically(path, has_peers=True) as first:
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        with atomically(path, has_peers=True) as second:
+            second.write_text("second")
+        first.write_text("first")
+    assert path.read_text() == "first"

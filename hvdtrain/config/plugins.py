@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from hvdtrain.config.absent import import_part
 from hvdtrain.config.convert import fits
-from hvdtrain.config.keys import Key
+from hvdtrain.config.keys import Key, Section
 from hvdtrain.config.source import Source
 from hvdtrain.errors import ConfigError
 
@@ -93,7 +93,8 @@ class Plugin:
         watchdogs: by any name, a function of the settings, the communicator and the purpose of the job, which all ranks call as
             soon as they are connected: it returns a `Watchdog`.
         names: what programs import from hvdtrain, by its name.
-        keys: by any name, a subclass of `Section`: keys at the top level of configs; `settings.of(section)` has their values.
+        keys: by any name, a subclass of `Section`, or 'module:name': keys at the top level of configs; `settings.of(section)`
+            has their values.
         configs: by one of these keys, a function of a config's values that returns keys which follow from them (`get_model` and
             so on). It is called when a config gives that key a value; the config's own values come before the returned ones, and
             beside them in `callbacks` and `epoch_scores`.
@@ -145,7 +146,7 @@ class Plugin:
     learner_extensions: Mapping[str, str] = field(default_factory=dict)
     watchdogs: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str | type[Section]] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)
     templates: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)

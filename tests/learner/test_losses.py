@@ -19,7 +19,7 @@ from hvdtrain.data.types import Batch, Padded
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.frameworks import NEW
 from hvdtrain.learner.torch.model_file import write_model
-from hvdtrain.plugins.extra_models.keys import ExtraModelKeys
+from hvdtrain.plugins.extra_models import ExtraModelKeys
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, changed_scales_line
 

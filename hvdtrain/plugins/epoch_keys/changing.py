@@ -21,8 +21,8 @@ from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import ConfigError, DataError, Problem
 from hvdtrain.learner.base import Learner
+from hvdtrain.plugins.epoch_keys import PerEpochKeys
 from hvdtrain.plugins.epoch_keys.epoch_settings import settings_of_epoch, value_of
-from hvdtrain.plugins.epoch_keys.keys import PerEpochKeys
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import DATASETS, Settings

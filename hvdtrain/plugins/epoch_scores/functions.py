@@ -13,7 +13,7 @@ from hvdtrain.comm.base import Communicator, on_rank_zero
 from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.epoch_scores import Scoring
-from hvdtrain.plugins.epoch_scores.keys import EpochScoreKeys
+from hvdtrain.plugins.epoch_scores import EpochScoreKeys
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.settings import Settings

@@ -14,7 +14,7 @@ from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.frameworks import Extend
 from hvdtrain.learner.torch.assembly import Assembly
 from hvdtrain.learner.torch.model_file import read_file
-from hvdtrain.plugins.extra_models.keys import ExtraModelKeys
+from hvdtrain.plugins.extra_models import ExtraModelKeys
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings
 

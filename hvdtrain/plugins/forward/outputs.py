@@ -18,7 +18,7 @@ from hvdtrain.data.naming import Naming
 from hvdtrain.data.types import Array, Batch, Items, Stream
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.base import Learner
-from hvdtrain.plugins.forward.keys import ForwardKeys
+from hvdtrain.plugins.forward import ForwardKeys
 from hvdtrain.plugins.forward.split import Outputs, split_by_sequence
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import Scores

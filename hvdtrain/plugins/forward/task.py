@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import ConfigError
-from hvdtrain.plugins.forward.keys import ForwardKeys
+from hvdtrain.plugins.forward import ForwardKeys
 from hvdtrain.plugins.forward.outputs import WriterMaker, forward
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import text

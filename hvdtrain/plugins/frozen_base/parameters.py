@@ -15,7 +15,7 @@ from hvdtrain.errors import CheckpointError, ConfigError, first_few
 from hvdtrain.learner.contents import BASE
 from hvdtrain.learner.frameworks import Extend
 from hvdtrain.learner.torch.assembly import Assembly
-from hvdtrain.plugins.frozen_base.keys import FrozenBaseKeys
+from hvdtrain.plugins.frozen_base import FrozenBaseKeys
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings
 

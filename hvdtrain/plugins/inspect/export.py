@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 from hvdtrain.cli import exit_status
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
+from hvdtrain.data.types import Batch
 from hvdtrain.disk.atomic import remove_path
-from hvdtrain.errors import CheckpointError
-from hvdtrain.learner.base import Exported
-from hvdtrain.plugins.inspect.models import export_model
+from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.learner.base import Exported, Learner
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings, read_settings, with_datasets
 from hvdtrain.start_up.job import open_session
@@ -79,3 +80,26 @@ def _how_to_load(settings: Settings, epoch: int, written: Sequence[Exported]) ->
         lines += ["```python", exported.how_to_load, "```"] if is_written else [f"Not written: {exported.problem}."]
         lines += ["", f"It takes {exported.takes}."] if exported.takes else []
     return "\n".join(lines) + "\n"
+
+
+@runtime_checkable
+class WithExport(Protocol):
+    """A learner that writes its model for use without hvdtrain, in every format of its framework."""
+
+    def export(self, batch: Batch, folder: Path) -> list[Exported]: ...
+
+
+def is_of_torch(model: Any) -> bool:
+    """Whether a model is PyTorch's, which need not be imported."""
+    return any(kind.__module__.startswith("torch.") for kind in type(model).__mro__)
+
+
+def export_model(learner: Learner, batch: Batch, folder: Path) -> list[Exported]:
+    """Write a learner's model, with the inputs of a batch. Raises: ConfigError, if its framework cannot."""
+    if isinstance(learner, WithExport):
+        return learner.export(batch, folder)
+    if not is_of_torch(learner.model):
+        raise ConfigError.of("needs-backend", f"backend: expected one that can export, got a {type(learner.model).__name__}")
+    from hvdtrain.plugins.inspect.torch_models import export
+
+    return export(learner, batch, folder)

@@ -10,7 +10,7 @@ from hvdtrain.data.feed import Feed
 from hvdtrain.data.naming import Naming
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.data.types import Batch
-from hvdtrain.plugins.inspect.keys import FlopKeys
+from hvdtrain.plugins.inspect import FlopKeys
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.starts import Start
 from hvdtrain.report.steps import Reporters

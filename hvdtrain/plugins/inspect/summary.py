@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hvdtrain.plugins.inspect.export import is_of_torch
 from hvdtrain.plugins.inspect.flops import first_batch
 from hvdtrain.plugins.inspect.layers import OutputShapes, as_json, table
-from hvdtrain.plugins.inspect.models import is_of_torch
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session

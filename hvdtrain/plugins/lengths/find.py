@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from hvdtrain.data.combine.workers import AHEAD, Workers
 from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.formats.found import ROWS_AT_ONCE, Counted, FoundLengths, LengthFinder, Measure, count_rows, join_counts
+from hvdtrain.plugins.lengths import LengthKeys
 from hvdtrain.plugins.lengths.fingerprint import fingerprint_of
 from hvdtrain.plugins.lengths.index import IndexFile, Kept
-from hvdtrain.plugins.lengths.keys import LengthKeys
 
 if TYPE_CHECKING:
     from hvdtrain.settings import Settings

@@ -31,8 +31,7 @@ from hvdtrain.config.source import Config
 from hvdtrain.errors import CheckpointError, ConfigError, LaunchError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.local_ranks.start import places, restart_rule
-from hvdtrain.plugins.programs.log import ToProgram
-from hvdtrain.plugins.programs.restored import programs_log, separate_imports
+from hvdtrain.plugins.programs.restored import ToProgram, programs_log, separate_imports
 from hvdtrain.plugins.programs.result import Best as Best
 from hvdtrain.plugins.programs.result import Result as Result
 from hvdtrain.plugins.programs.spawn import NotImportable, call_on_ranks, pack_with_code
@@ -204,7 +203,7 @@ def _run_in_process(settings: Settings) -> Any:
 
 def _collecting(settings: Settings, collector: _Collector) -> Settings:
     """The settings with the collector as forward_callback, unless the outputs go elsewhere."""
-    from hvdtrain.plugins.forward.keys import ForwardKeys
+    from hvdtrain.plugins.forward import ForwardKeys
 
     keys = settings.of(ForwardKeys)
     if keys.output_file is not None or keys.forward_callback is not None:
@@ -263,11 +262,8 @@ def _load(settings: Settings, checkpoint: Path) -> Any:
     ).with_keys(torch_compile=False)
     place = this_process.place()
     comm = SingleCommunicator(place.local_rank, place.local_size)  # also in a process that mpirun started
-    with (
-        FRAMEWORKS[settings.run.backend].preserve_state(),
-        use_communicator(comm),
-        open_session(settings, "load", comm) as session,
-    ):
+    preserved = FRAMEWORKS[settings.run.backend].preserve_state()
+    with preserved, use_communicator(comm), open_session(settings, "load", comm) as session:
         return _set_to_evaluate(session.learner.model)
 
 

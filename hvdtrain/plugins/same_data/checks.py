@@ -10,8 +10,8 @@ from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, on_rank_zero, together
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import CheckpointError
+from hvdtrain.plugins.same_data import SameDataKeys
 from hvdtrain.plugins.same_data.identity import AGAIN, Identity, as_close, changes, identify, rewritten_files, sample_of
-from hvdtrain.plugins.same_data.keys import SameDataKeys
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.data import DataCheck

@@ -14,7 +14,7 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.data.types import Array
 from hvdtrain.learner.base import Profiler
 from hvdtrain.learner.frameworks import FRAMEWORKS
-from hvdtrain.plugins.trace.keys import TraceKeys
+from hvdtrain.plugins.trace import TraceKeys
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import Settings

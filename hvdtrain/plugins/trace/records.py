@@ -12,7 +12,7 @@ from pathlib import Path
 from hvdtrain.comm.base import on_rank_zero, together
 from hvdtrain.config.writable import writable
 from hvdtrain.data.types import Array
-from hvdtrain.plugins.trace.keys import TraceKeys
+from hvdtrain.plugins.trace import TraceKeys
 from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session, StepRecorder
 

@@ -1,9 +1,25 @@
 """Models of transformers train as they are: the arguments of its Trainer are the key `transformers_trainer`."""
 
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.config.keys import Section, key
 from hvdtrain.config.plugins import Plugin
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerKeys(Section):
+    """A model of transformers, as it is (docs/transformers.md)."""
+
+    transformers_trainer: dict[str, Any] | None = key(
+        None,
+        "a dict with arguments of transformers' Trainer: model or model_init, args (TrainingArguments, or a dict of them), "
+        "data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, compute_loss_func",
+    )
+
+
 PLUGIN = Plugin(
-    keys={"transformers_trainer": f"{__name__}.keys:TrainerKeys"},
+    keys={"transformers_trainer": TrainerKeys},
     configs={"transformers_trainer": f"{__name__}.trainer:keys_of"},
     templates={
         "transformers": (

@@ -17,13 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat, diagnose, values
-from hvdtrain.plugins.watchdog.peers import (
-    Address,
-    Datagrams,
-    RankProcess,
-    sign,
-    verify,
-)
+from hvdtrain.plugins.watchdog.peers import Address, Datagrams, RankProcess, sign, verify
 from hvdtrain.plugins.watchdog.relays import GroupReport, Layout
 
 INTERVAL = 1.0

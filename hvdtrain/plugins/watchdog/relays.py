@@ -9,7 +9,7 @@ overdue or has ended, and when rank 0 asks because a rank elsewhere is.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,9 +127,5 @@ def ranks_in(text: str) -> tuple[int, ...]:
     >>> ranks_in("0-2,7"), ranks_in("")
     ((0, 1, 2, 7), ())
     """
-    return tuple(rank for part in text.split(",") if part for rank in _range(part))
-
-
-def _range(part: str) -> Iterable[int]:
-    first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)
+    ends = (part.partition("-") for part in text.split(",") if part)
+    return tuple(rank for first, _, last in ends for rank in range(int(first), int(last or first) + 1))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
+from hvdtrain.comm.launchers import Launcher
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat, has_waited_long
 from hvdtrain.plugins.watchdog.hanging import STACK_SIGNAL, describe, kill, request_stacks
@@ -41,21 +42,6 @@ SECONDS_FOR_STACKS = 0.5
 
 LEAST, TIMES = 60.0, 20.0
 """Afterwards: this many seconds, or this many times the longest interval between two signs of progress so far."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How the processes of a job exit when some ranks hang.
-
-    Attributes:
-        hung: the exit status of a rank that hangs.
-        waited: that of the other ranks.
-        outlives: seconds for which the other ranks outlive it.
-    """
-
-    hung: int = 1
-    waited: int = 1
-    outlives: float = 1.0
 
 
 @dataclass
@@ -135,7 +121,7 @@ class JobWatchdog(Watchdog):
         timeout: seconds without a call of `beat` after which to end the process; None: by `Patience`.
         rank: this process's rank, for the message.
         heartbeats: connects it to the watchdogs of the other ranks; None: this rank is watched alone.
-        ending: how the processes exit.
+        launcher: how the processes exit.
         owns_process: print the stacks of this process when it crashes, and do not wait for the thread to end.
 
     Attributes:
@@ -148,13 +134,13 @@ class JobWatchdog(Watchdog):
         timeout: float | None,
         rank: int,
         heartbeats: Heartbeats | None = None,
-        ending: Ending = Ending(),
+        launcher: Launcher | type[Launcher] = Launcher,
         owns_process: bool = True,
     ) -> None:
         self._owns_process = owns_process
         self.record: Callable[[str, bool], object] = lambda why, is_consequence: None
         self._has_work = heartbeats is not None or timeout != math.inf
-        self._ending = ending
+        self._launcher = launcher
         self._patience = Patience(timeout)
         self._interval = 1.0 if timeout is None else min(1.0, timeout / 10)
         self._rank = rank
@@ -291,15 +277,15 @@ class JobWatchdog(Watchdog):
             return
         if ends and not self._done.is_set():
             if self._rank in diagnosis.hanging:
-                os._exit(self._ending.hung)
+                os._exit(self._launcher.hung_status)
             # Not before: faulthandler reads the frames of threads that may run, which can crash a process.
             if request_stacks(self._heartbeats, diagnosis.silent):
                 self._done.wait(SECONDS_FOR_STACKS)
             kill(self._heartbeats, diagnosis.silent)
             # The launcher reports the first rank that exits: let that be one that hangs. A rank that has disconnected exits at
             # once.
-            if not self._done.wait(self._ending.outlives):
-                os._exit(self._ending.waited)
+            if not self._done.wait(self._launcher.outlives):
+                os._exit(self._launcher.peer_status)
 
 
 def _print(text: str) -> None:

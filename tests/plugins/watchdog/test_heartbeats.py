@@ -18,10 +18,10 @@ from strangers import hostile
 from thread_ranks import on_ranks
 
 from hvdtrain.plugins.watchdog import heartbeats, peers, relays
-from hvdtrain.plugins.watchdog.contacts import exchange_contacts
 from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat, diagnose
 from hvdtrain.plugins.watchdog.hanging import describe
 from hvdtrain.plugins.watchdog.heartbeats import ENDED, FAILED, Contact, Heartbeats
+from hvdtrain.plugins.watchdog.open import exchange_contacts
 from hvdtrain.plugins.watchdog.peers import LOOPBACK, Datagrams, RankProcess
 from hvdtrain.plugins.watchdog.relays import Layout, ranges_text, ranks_in
 

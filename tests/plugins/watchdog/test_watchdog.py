@@ -15,9 +15,9 @@ from launching import ROOT
 from thread_ranks import on_ranks
 
 from hvdtrain.errors import DataError
-from hvdtrain.plugins.watchdog.contacts import exchange_contacts
 from hvdtrain.plugins.watchdog.diagnosis import Diagnosis, Heartbeat
 from hvdtrain.plugins.watchdog.hanging import STACK_SIGNAL
+from hvdtrain.plugins.watchdog.open import exchange_contacts
 from hvdtrain.plugins.watchdog.watchdog import JobWatchdog, _is_waiting
 from hvdtrain.runtime.interrupt import Stopped
 
@@ -62,7 +62,9 @@ with watchdog.JobWatchdog(None, 3) as dog:
 
 def test_a_number_holds_for_steps_but_not_for_the_start() -> None:
     ended = run("""
-with watchdog.JobWatchdog(1.0, 0, ending=watchdog.Ending(hung=77)) as dog:
+class Restarting(watchdog.Launcher):
+    hung_status = 77
+with watchdog.JobWatchdog(1.0, 0, launcher=Restarting) as dog:
     time.sleep(2.5)
     dog.beat("step 0", "steps")
     time.sleep(30)
@@ -214,7 +216,7 @@ def test_who_is_silent_while_another_one_waits_is_in_no_callback(tmp_path: Path)
 sys.path.insert(0, "tests")
 from thread_ranks import on_ranks
 from hvdtrain.plugins.watchdog import hanging, heartbeats
-from hvdtrain.plugins.watchdog.contacts import exchange_contacts
+from hvdtrain.plugins.watchdog.open import exchange_contacts
 heartbeats.SILENT, watchdog.UNKNOWN = 1.0, 60.0
 hanging.STACK_SIGNAL = 0  # the stacks of threads that run could crash this process before it is killed
 def exchange(comm):

@@ -10,5 +10,5 @@ PLUGIN = Plugin(
         "card": ("write a model card in the format of the Hugging Face Hub", f"{__name__}.card"),
     },
     reporters={"slow ranks": f"{__name__}.slow_ranks:open_slow_ranks"},
-    artifacts={"report": f"{__name__}.at_end:write_page"},
+    artifacts={"report": f"{__name__}.page:write_page"},
 )

@@ -165,11 +165,8 @@ def _introduction(run: Run, start: Mapping[str, Any], epoch: int) -> str:
 def _scores(run: Run, line: Mapping[str, Any]) -> Iterator[str]:
     yield "## Scores"
     rows = ["| dataset | score | value |", "|---|---|---|"]
-    rows += [
-        f"| {dataset} | {score} | {value:.5g} |"
-        for dataset, values in [*_by_dataset(line["scores"])]
-        for score, value in values.items()
-    ]
+    for dataset, values in _by_dataset(line["scores"]):
+        rows += [f"| {dataset} | {score} | {value:.5g} |" for score, value in values.items()]
     yield "\n".join(rows)
     if run.measure is not None:
         better = "highest" if run.is_higher_better(run.measure) else "lowest"
@@ -182,16 +179,11 @@ def _data(run: Run, line: Mapping[str, Any]) -> Iterator[str]:
     if count is not None:
         yield f"An epoch of training had {count:,.0f} sequences."
     start = run.starts[-1] if run.starts else {}
-    rows = [f"| `{name}` | `{_cell(start['settings'][name][0])}` |" for name in DATASETS if _is_set(start, name)]
+    settings = start.get("settings", {})
+    values = {name: settings.get(name, ("None", ""))[0] for name in ("train", "dev", "eval", "eval_datasets")}
+    rows = [f"| `{name}` | `{_cell(value)}` |" for name, value in values.items() if value not in ("None", "{}")]
     if rows:
         yield "\n".join(["| key | dataset |", "|---|---|", *rows])
-
-
-DATASETS = ("train", "dev", "eval", "eval_datasets")
-
-
-def _is_set(start: Mapping[str, Any], name: str) -> bool:
-    return start.get("settings", {}).get(name, ("None", ""))[0] not in ("None", "{}")
 
 
 def _cell(text: str, most: int = 300) -> str:
@@ -263,7 +255,3 @@ def _yaml(value: Any, indent: str = "") -> str:
         else:
             lines += f"{begin if entry is None else begin + ' '}{json.dumps(inner, ensure_ascii=False)}\n"
     return lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,13 +6,16 @@ import base64
 import difflib
 import gzip
 import hashlib
+import io
 import json
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from hvdtrain.data.files import size_text
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.report import overview, plots, project
 from hvdtrain.plugins.report.plots import Figure, finite, split
-from hvdtrain.plugins.report.runs import Run
+from hvdtrain.plugins.report.runs import Run, read_runs
 from hvdtrain.plugins.report.slow_ranks import straggler_line
+from hvdtrain.plugins.report.state import State
+from hvdtrain.report.ends import Status
 from hvdtrain.report.starts import hosts_text
 from hvdtrain.runtime.timer import duration_text
 from hvdtrain.version import __version__
@@ -95,7 +100,8 @@ def content(runs: list[Run], title: str = "") -> dict[str, Any]:
     headings = {"epochs": "Epochs", "models": "Model", "settings": "Config", "starts": "Starts"}
     titles |= {name: headings[name] for name, html in parts.items() if html}
     sections = {"summary": _header(runs, title) + (overview.tiles(runs[0]) if is_single else overview.overview_of_several(runs))}
-    sections["toc"] = _contents(titles)
+    links = "".join(f"<a href='#{name}'>{escape(title)}</a>" for name, title in titles.items())
+    sections["toc"] = f"<nav aria-label=contents>{links}</nav>"
     if not is_single:
         sections["trainings"] = project.runs_table(runs, [_dot(number) for number in range(len(runs))])
     for chapter in chapters:
@@ -150,6 +156,20 @@ def page(runs: list[Run], title: str = "", *, live: bool = False) -> str:
 <script>{script}</script>
 </body></html>
 """
+
+
+def write_page(folder: Path, status: Status) -> Path | None:
+    """Write `report.html`, the page about a training, into its folder; None: it cannot be drawn, which was logged at the start.
+
+    Args:
+        status: how the training ends, which is not recorded yet.
+    """
+    if find_spec("plotly") is None:
+        return None
+    with redirect_stderr(io.StringIO()):  # warnings of damaged lines
+        runs = [replace(run, state=State(status)) for run in read_runs([folder])]
+        (folder / "report.html").write_text(page(runs), encoding="utf-8")
+    return folder / "report.html"
 
 
 def own_script() -> str:
@@ -237,12 +257,6 @@ def _header(runs: list[Run], title: str) -> str:
     return f"<header><div><h1>{escape(title)}{state}</h1>{line}</div>{controls}</header>{band}"
 
 
-def _contents(titles: Mapping[str, str]) -> str:
-    """The table of contents."""
-    links = "".join(f"<a href='#{name}'>{escape(title)}</a>" for name, title in titles.items())
-    return f"<nav aria-label=contents>{links}</nav>"
-
-
 def _dot(number: int) -> str:
     return f"<i class=dot style='background:var(--c{number % plots.COLORS})'></i>"
 
@@ -308,11 +322,7 @@ def _models(runs: list[Run]) -> str:
         for layer in run.summary["layers"]:
             sizes = ", ".join(f"{each['name'].rpartition('.')[2]} {_shape(each['shape'])}" for each in layer["parameters"])
             trained = layer["num_trainable"] / layer["num_parameters"] if layer["num_parameters"] else None
-            cells = [
-                f"<code>{escape(layer['name'] or 'model')}</code>",
-                escape(layer["type"]),
-                f"<code>{escape(sizes)}</code>",
-            ]
+            cells = [f"<code>{escape(layer['name'] or 'model')}</code>", escape(layer["type"]), f"<code>{escape(sizes)}</code>"]
             count = f"{layer['num_parameters']:,}" if layer["num_parameters"] else ""
             rows.append([*cells, count, "" if trained is None else f"{trained:.0%}"])
         title = f"{run.summary['num_parameters']:,} parameters in {len(rows)} layers"

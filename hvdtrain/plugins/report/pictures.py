@@ -21,20 +21,7 @@ except ImportError as error:
         "missing-package", f"hvdtrain report --pictures: expected the package matplotlib, got: {error} (pip install matplotlib)"
     ) from None
 
-COLORS = [
-    "#0f6cbd",
-    "#d8590b",
-    "#0a8f66",
-    "#b0489b",
-    "#b98500",
-    "#3aa5d6",
-    "#8a5a3c",
-    "#6b5fc7",
-    "#c8324f",
-    "#5d7d0e",
-    "#007c8c",
-    "#555",
-]
+COLORS = "#0f6cbd #d8590b #0a8f66 #b0489b #b98500 #3aa5d6 #8a5a3c #6b5fc7 #c8324f #5d7d0e #007c8c #555".split()
 """The colors of page.css."""
 
 GREY = "#98a2ad"
@@ -53,15 +40,9 @@ def write_pictures(folder: Path, figures: Iterable[Figure]) -> list[Path]:
 
 
 def _draw(figure: Figure, file: Path) -> None:
-    size = (8.0, 3.8 + 1.2 * (len(figure.panels) > 1))
-    drawn, axes = pyplot.subplots(
-        max(1, len(figure.panels)),
-        figsize=size,
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-        height_ratios=[3, 1][: max(1, len(figure.panels))],
-    )
+    rows = max(1, len(figure.panels))
+    size, heights = (8.0, 3.8 + 1.2 * (rows > 1)), [3, 1][:rows]
+    drawn, axes = pyplot.subplots(rows, figsize=size, sharex=True, squeeze=False, layout="constrained", height_ratios=heights)
     for panel, axis in zip(figure.panels, axes[:, 0], strict=False):
         _draw_panel(axis, panel)
     if figure.bars is not None:
@@ -110,15 +91,8 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
         label=curve.name or "_",
     )
     for place in curve.missing:
-        axes.plot(
-            [float(place["epoch"] or 0.0)],
-            [1.0],
-            "x",
-            color=color,
-            transform=axes.get_xaxis_transform(),
-            clip_on=False,
-            label="_",
-        )
+        at = [float(place["epoch"] or 0.0)]
+        axes.plot(at, [1.0], "x", color=color, transform=axes.get_xaxis_transform(), clip_on=False, label="_")
     if curve.best is not None:
         axes.plot(epochs[curve.best], values[curve.best], "*", color=color, markersize=11, label="_")
 

@@ -189,13 +189,12 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
         label, part = f"{run.name} {dataset}".strip() if runs > 1 else dataset or loss, dataset or loss
         epochs = [epoch for epoch in run.epochs if name in epoch["scores"]]
         if dataset == "train" and (not epochs or any(float(line["progress"]) < 1 for line in run.steps)):
-            within = _step_curves(run, f"{label}, within epochs", lambda line: _score_of(line, loss), color, dash)
+            within = _step_curves(run, f"{label}, within epochs", partial(_score_of, f"train_loss_{loss}", loss), color, dash)
             yield from (replace(curve, run=number, part=part) for curve in within)
         if dataset != "train" and run.evaluations:
-            score = partial(_score_named, name)
-            label_within = f"{label}, within epochs"
-            curves = _step_curves(run, label_within, score, color, smooth=False, lines=run.evaluations)
-            yield from (replace(curve, run=number, part=part) for curve in curves)
+            score = partial(_score_of, name, name)
+            within = _step_curves(run, f"{label}, within epochs", score, color, smooth=False, lines=run.evaluations)
+            yield from (replace(curve, run=number, part=part) for curve in within)
         if epochs:
             values = [finite(epoch["scores"][name]) for epoch in epochs]
             has_star = dataset != "train" and (runs == 1 or name == run.measure)
@@ -210,15 +209,10 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
             yield Curve(label, x, values, color, dash, best=star, run=number, part=part, missing=missing)
 
 
-def _score_of(line: Mapping[str, Any], loss: str) -> Any:
-    """A loss in a line of steps.jsonl, under its name with or without the prefix of the training data."""
+def _score_of(name: str, loss: str, line: Mapping[str, Any]) -> Any:
+    """A score in a line of evaluations.jsonl, or of steps.jsonl, where the name may lack the prefix of the training data."""
     scores = line.get("scores") or {}
-    return scores.get(loss, scores.get(f"train_loss_{loss}"))
-
-
-def _score_named(name: str, line: Mapping[str, Any]) -> Any:
-    """A score in a line of evaluations.jsonl."""
-    return line["scores"].get(name)
+    return scores.get(loss, scores.get(name))
 
 
 def _best_note(runs: list[Run], loss: str, datasets: Iterable[str]) -> str:
@@ -250,16 +244,18 @@ def speed_figures(runs: list[Run]) -> list[Figure]:
         _by_step(runs, key, lambda line, key=key: (line.get("frames_per_second") or {}).get(key), place=place)  # type: ignore[misc]
         for place, key in enumerate(keys)
     ]
-    figures = [
-        Figure("speed", "Sequences per second", "of all ranks", [Panel("", per_second, "/s", from_zero=True)]),
-        Figure("shares", "Share of the time", "of rank 0", [Panel("", sum(shares, []), "%", from_zero=True)]),
-        Figure("frames", "Frames per second", "of all ranks", [Panel("", sum(frames, []), "/s", from_zero=True)]),
+    figures = (
+        ("speed", "Sequences per second", "of all ranks", per_second, "/s"),
+        ("shares", "Share of the time", "of rank 0", sum(shares, []), "%"),
+        ("frames", "Frames per second", "of all ranks", sum(frames, []), "/s"),
+        ("gradient norm", "Gradient norm", "", _by_step(runs, "", "gradient_norm"), ""),
+        ("memory", "Memory", "of rank 0", _by_step(runs, "", "memory"), "B"),
+    )
+    return [
+        Figure(name, title, note, [Panel("", curves, unit, from_zero=True)])
+        for name, title, note, curves, unit in figures
+        if any(value is not None for curve in curves for value in curve.y)
     ]
-    norms = _by_step(runs, "", "gradient_norm")
-    figures.append(Figure("gradient norm", "Gradient norm", panels=[Panel("", norms, from_zero=True)]))
-    memory = _by_step(runs, "", "memory")
-    figures.append(Figure("memory", "Memory", "of rank 0", [Panel("", memory, "B", from_zero=True)]))
-    return [figure for figure in figures if any(value is not None for curve in figure.panels[0].curves for value in curve.y)]
 
 
 def _by_step(

@@ -36,17 +36,12 @@ def is_training(folder: Path) -> bool:
 def find_trainings(folder: Path) -> list[Path]:
     """The folders of trainings: this one, or else those below it, in natural order. Links are not followed."""
     if is_training(folder):
-        return [folder, *filter(is_training, _records_below(folder))]
+        return [folder, *filter(is_training, sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_dir()))]
     trainings = []
     for place, folders, _ in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in SKIPPED]
         trainings += [Path(place)] if is_training(Path(place)) else []
     return sorted(trainings, key=lambda path: _natural(str(path)))
-
-
-def _records_below(folder: Path) -> list[Path]:
-    """The folders of records of its other trainings."""
-    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_dir())
 
 
 @dataclass(frozen=True)
@@ -275,10 +270,7 @@ def key_against_score(runs: Sequence[Run]) -> list[Figure]:
         return []
     values = {key: [_value(run, key)[:LONGEST_VALUE] for run in runs] for key in keys}
     scores = {short(name): [pair[1] if (pair := run.best(name)) else None for run in runs] for name in names}
-    scores["time of an epoch in seconds"] = [_mean_seconds(run) for run in runs]
+    seconds = [sum(map(plots.seconds_of, run.epochs)) / len(run.epochs) if run.epochs else None for run in runs]
+    scores["time of an epoch in seconds"] = seconds
     scatter = Scatter([run.name for run in runs], values, scores)
     return [Figure("key against score", "A key against a score", "of the best epoch", scatter=scatter, wide=True)]
-
-
-def _mean_seconds(run: Run) -> float | None:
-    return sum(plots.seconds_of(epoch) for epoch in run.epochs) / len(run.epochs) if run.epochs else None

@@ -110,7 +110,7 @@ def make(options: argparse.Namespace, kinds: Sequence[str]) -> Averaged:
     checkpoints, framework = _folder(prefix)
     [kind] = kinds
     try:
-        rule = make_rule(kind, _number(getattr(options, kind)) if kind in ("best", "last") else getattr(options, kind))
+        rule = make_rule(kind, getattr(options, kind))
     except ValueError:
         raise CheckpointError(f"--{kind}: expected numbers such as 5 or 10-20, got {getattr(options, kind)!r}") from None
     rule = replace(rule, measure=options.measure if kind == "best" else None)
@@ -143,10 +143,6 @@ def _make_of_files(options: argparse.Namespace) -> Averaged:
     check_target(options.out, None, files, _suffixes(framework))
     contents = average_contents(mean_of_files(files, framework), "files", [file.name for file in files])
     return Averaged(options.out, contents, framework, [f"the average of {len(files)} models"])
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
 
 
 def _suffixes(framework: Framework) -> tuple[str, str]:

@@ -8,14 +8,14 @@ differ.
 from __future__ import annotations
 
 import argparse
-import json
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
@@ -28,9 +28,9 @@ from hvdtrain.config.command_line import command_parser, parse_command_line, spl
 from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.local_ranks.processes import launch
-from hvdtrain.plugins.prove.causes import Case, Probe, causes, describe_exchange
+from hvdtrain.plugins.prove.causes import Case, causes, describe_exchange
 from hvdtrain.plugins.prove.compare import Agreement, Record, compare, distance_words, means
-from hvdtrain.plugins.prove.training import GlobalBatches, Task, run_task
+from hvdtrain.plugins.prove.training import BATCHES, GlobalBatches, Task, run_task, written
 from hvdtrain.settings import Settings, read_settings, with_datasets
 
 USAGE = "python -m hvdtrain prove CONFIG [CONFIG ...] [options] [++KEY VALUE ...]"
@@ -145,7 +145,7 @@ def _run_on_rank(wanted: list[str], file: Path) -> None:
         settings = with_datasets(read_settings(*parse_command_line(wanted)))
     except ConfigError as error:
         raise error.on_all_ranks() from error.__cause__
-    run_task(settings, Task(**json.loads(file.read_text())))
+    run_task(settings, written(file))
 
 
 def parse_job(options: argparse.Namespace, wanted: list[str]) -> Job:
@@ -191,10 +191,11 @@ def prove(job: Job, folder: Path) -> int:
     """Execute all runs, compare them, and print the result; return the exit status."""
     in_order = sorted(job.runs, key=lambda run: -run.size)  # the largest number of ranks chooses the batches
     for number, run in enumerate(in_order, 1):
-        status = _launch(job, run, _task(job, folder, run.name), f"run {number} of {len(in_order)}: {run}")
+        task = Task(folder, run.name, job.steps, job.dropout)
+        status = _launch(job, run, task, f"run {number} of {len(in_order)}: {run}")
         if status:
             return status
-    records = {run: Record.load(folder / f"{run.name}.npz") for run in job.runs}
+    records: dict[Run, Record] = {run: written(folder / run.name) for run in job.runs}
     first, *others = job.runs
     cases = []
     for run in others:
@@ -206,7 +207,7 @@ def prove(job: Job, folder: Path) -> int:
         status = _diagnose(job, folder, differing)
         if status:
             return status
-    batches = GlobalBatches.load(folder / "batches.npz")
+    batches = written(folder / BATCHES)
     print("\n".join(table_lines(records[first], str(first), cases, job.dropout, batches)))
     for case in differing.values():
         print("\n".join(difference_lines(case)))
@@ -223,27 +224,23 @@ def _diagnose(job: Job, folder: Path, differing: dict[Run, Case]) -> int:
     """Look for causes on one rank, and add the findings to the cases; return the exit status."""
     several = {run: run if run.size > 1 else job.runs[0] for run in differing}
     chosen = {run.size: run.name for run in several.values()}  # one rank computes the same for all transports
-    task = replace(_task(job, folder, DIAGNOSIS), diagnose=list(chosen.values()))
+    task = Task(folder, DIAGNOSIS, job.steps, job.dropout, diagnose=list(chosen.values()))
     status = _launch(job, Run(None, 1), task, "they differ; looking for the causes on 1 rank")
     if status:
         return status
-    probe = Probe(**json.loads((folder / f"{DIAGNOSIS}.json").read_text()))
+    probe = written(folder / DIAGNOSIS)
     for run, case in differing.items():
-        accumulated = Record.load(folder / f"{DIAGNOSIS}-{chosen[several[run].size]}.npz")
+        accumulated = written(folder / f"{DIAGNOSIS}-{chosen[several[run].size]}")
         differing[run] = replace(case, accumulated=accumulated, probe=probe)
     return 0
-
-
-def _task(job: Job, folder: Path, name: str) -> Task:
-    return Task(str(folder), name, job.steps, str(folder / "batches.npz"), job.dropout)
 
 
 def _launch(job: Job, run: Run, task: Task, title: str) -> int:
     """Run a task on the ranks of a run, which print to the terminal; return the exit status."""
     print(f"prove: {title} ...", flush=True)
     began = time.monotonic()
-    file = Path(task.folder, f"{task.name}.task")
-    file.write_text(json.dumps(asdict(task)))
+    file = task.folder / f"{task.name}.task"
+    file.write_bytes(pickle.dumps(task))
     status = start(run, ["prove", "--task", str(file), *job.arguments], run_overrides(run, job.settings))
     if status:
         print(f"prove: failed with status {status}: {title}", file=sys.stderr)

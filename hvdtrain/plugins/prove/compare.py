@@ -11,14 +11,11 @@ updates of a large model fit into a few megabytes.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from math import floor, inf, isfinite, isnan, log10, sqrt
-from pathlib import Path
-from typing import Any
 
 import numpy
 
@@ -121,30 +118,6 @@ class Record:
     weights: Mapping[str, Array]
     gradients: Mapping[str, Array]
     elements: Mapping[str, int]
-
-    def save(self, path: Path) -> None:
-        """Write everything into one .npz file."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("weights", "gradients")}
-        plain["parts"] = [asdict(part) for part in self.parts]
-        arrays = {f"weights/{name}": values for name, values in self.weights.items()}
-        arrays |= {f"gradients/{name}": values for name, values in self.gradients.items()}
-        content: dict[str, Any] = {"plain": numpy.array(json.dumps(plain)), **arrays}
-        with open(path, "wb") as file:
-            numpy.savez(file, **content)
-
-    @staticmethod
-    def load(path: Path) -> Record:
-        """Read what `save` wrote."""
-        with numpy.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        plain = json.loads(str(arrays.pop("plain")))
-        plain["parts"] = [ModulePart(**part) for part in plain["parts"]]
-        plain["losses"] = [{name: (total, count) for name, (total, count) in losses.items()} for losses in plain["losses"]]
-        by_kind: dict[str, Any] = {"weights": {}, "gradients": {}}
-        for name, values in arrays.items():
-            kind, _, parameter = name.partition("/")
-            by_kind[kind][parameter] = values
-        return Record(**plain, **by_kind)
 
 
 def sum_losses(by_rank: Iterable[Losses]) -> Losses:

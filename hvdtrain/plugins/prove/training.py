@@ -7,10 +7,10 @@ opened again from it, and trains the last steps, at their places in the epoch, w
 
 from __future__ import annotations
 
-import json
+import pickle
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,9 @@ from hvdtrain.start_up.without_files import writing_nothing
 from hvdtrain.training.limits import Rates, TrainingLimits
 from hvdtrain.training.session import Session
 from hvdtrain.training.step_log import StepLog, StepReport
+
+BATCHES = "batches"
+"""The file with the global batches."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,6 @@ class GlobalBatches:
         last = ends[-2] + numpy.arange(min(size, counts[-1])) * counts[-1] // min(size, counts[-1])
         return Plan(self.plan.order, numpy.concatenate([cuts[:-1].reshape(-1), last, ends[-1:]]).astype(numpy.int64))
 
-    def save(self, path: Path) -> None:
-        numpy.savez(path, order=self.plan.order, bounds=self.plan.bounds, ranks=self.ranks, begin=self.begin, end=self.end)
-
-    @staticmethod
-    def load(path: Path) -> GlobalBatches:
-        with numpy.load(path, allow_pickle=False) as stored:
-            numbers = (int(stored[name]) for name in ("ranks", "begin", "end"))
-            return GlobalBatches(Plan(stored["order"], stored["bounds"]), *numbers)
-
 
 def choose_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
     """The first and the last steps of an epoch.
@@ -96,27 +90,26 @@ def choose_steps(plan: Plan, ranks: int, steps: int) -> GlobalBatches:
 
 @dataclass(frozen=True)
 class Task:
-    """The task of a run, passed to its ranks in a JSON file.
+    """The task of a run, passed to its ranks in a file.
 
     Attributes:
-        folder: for all written files.
-        name: the name of the record, NAME.npz.
-        batches: a file with the global batches; the first run writes it.
+        folder: for all written files: the records and, from the first run, the global batches.
+        name: the name of the record.
         dropout: whether to leave it on.
         diagnose: the records of runs that differ, by name: one rank repeats each of them, batch after batch, and finds out
             whether the model draws random numbers.
     """
 
-    folder: str
+    folder: Path
     name: str
     steps: int
-    batches: str
     dropout: bool = True
     diagnose: Sequence[str] = ()
 
-    def path(self, name: str) -> Path:
-        """The file of a record."""
-        return Path(self.folder, f"{name}.npz")
+
+def written(path: Path) -> Any:
+    """What this command has pickled into a file of its temporary folder."""
+    return pickle.loads(path.read_bytes())
 
 
 def run_task(settings: Settings, task: Task) -> None:
@@ -126,11 +119,9 @@ def run_task(settings: Settings, task: Task) -> None:
         train(settings, task, task.name)
         return
     for name in task.diagnose:
-        record = Record.load(task.path(name))
-        train(settings, task, f"{task.name}-{name}", accumulated=record)
-    batches = GlobalBatches.load(Path(task.batches))
-    probed = probe(settings, batches.plan.batch(0), task.dropout, Path(task.folder))
-    task.path(task.name).with_suffix(".json").write_text(json.dumps(asdict(probed)))
+        train(settings, task, f"{task.name}-{name}", accumulated=written(task.folder / name))
+    probed = probe(settings, written(task.folder / BATCHES).plan.batch(0), task.dropout, task.folder)
+    (task.folder / task.name).write_bytes(pickle.dumps(probed))
 
 
 def proof_settings(settings: Settings, task: Task) -> Settings:
@@ -173,7 +164,7 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
     Args:
         accumulated: train on the batches of this run's ranks one after another, with its learning rates.
     """
-    settings = replace(settings, run=replace(settings.run, model=str(Path(task.folder, name, "model"))))
+    settings = replace(settings, run=replace(settings.run, model=str(task.folder / "models" / name)))
     with open_communicator(settings) as comm, silence():
         recorder = Recorder(comm)
         with open_session(settings, "dry_run", comm) as session:
@@ -192,7 +183,7 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
                 _train_epoch(session, settings, task, batches, limits, recorder, session.progress, SaverBase(), accumulated)
         record = recorder.record(_per_step(accumulated))
         if comm.rank == 0:
-            record.save(task.path(name))
+            (task.folder / name).write_bytes(pickle.dumps(record))
 
 
 def _per_step(accumulated: Record | None) -> int:
@@ -249,14 +240,15 @@ def _train_epoch(
 
 def _global_batches(session: Session, task: Task) -> GlobalBatches:
     """Collective. Read the global batches that the first run has written; the first run chooses and writes them."""
-    path = Path(task.batches)
+    path = task.folder / BATCHES
     comm, epoch = session.comm, session.progress.epoch + 1
     if comm.gather(path.exists(), name="prove.batches")[0]:
-        return GlobalBatches.load(path)
+        batches: GlobalBatches = written(path)
+        return batches
     [feed, *_] = session.epochs.feeds(session.feeds, epoch)
     batches = choose_steps(replace(feed, distribution="shard").plan(epoch), comm.size, task.steps)
     if comm.rank == 0:
-        batches.save(path)
+        path.write_bytes(pickle.dumps(batches))
     return batches
 
 

@@ -15,6 +15,7 @@ from hvdtrain.comm import this_process
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.plugins.doctor import ranks
 from hvdtrain.plugins.doctor.findings import (
     Finding,
     HostReport,
@@ -30,16 +31,6 @@ from hvdtrain.plugins.doctor.findings import (
 )
 from hvdtrain.plugins.doctor.host import examine, framework_of, read_config
 from hvdtrain.plugins.doctor.network import ask_hosts
-from hvdtrain.plugins.doctor.ranks import (
-    SECONDS,
-    RankReport,
-    check_share,
-    check_speed,
-    connect,
-    deadline,
-    gather_reports,
-    run_check,
-)
 from hvdtrain.plugins.trial.keys import TrialKeys, parse_placements
 from hvdtrain.plugins.trial.scaling import predict_speed
 from hvdtrain.runtime.terminal import terminal_of
@@ -96,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts", default="", help="other hosts, such as h1,h2: check them over ssh, and compare")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if there are warnings")
     parser.add_argument("--json", action="store_true", help="print a JSON list with an object for each host, for scripts")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="how long each measurement takes, about (default 1)")
+    parser.add_argument("--seconds", type=float, default=ranks.SECONDS, help="how long each measurement takes, about (default 1)")
     parser.add_argument("--no-measure", action="store_true", help="under a launcher: do not measure the all-reduce and steps")
     parser.add_argument("--predict", metavar="RANKS", help=argparse.SUPPRESS)  # in release 1.0; now the key predict_ranks
     parser.add_argument("--patience", type=float, default=120, help="seconds that the ranks have to connect to each other (120)")
@@ -111,7 +102,7 @@ def _alone(
     reports = [report]
     together: list[Finding] = []
     if settings is not None and settings.of(TrialKeys).predict_ranks is not None:
-        with connect(settings, settings.run.backend) as comm:
+        with ranks.connect(settings, settings.run.backend) as comm:
             together += check_scaling(comm, settings)
     if hosts:
         report.clock = 0.0
@@ -143,17 +134,17 @@ def _examine_ranks(options: argparse.Namespace, configs: list[Path], overrides: 
     with ExitStack() as stack:
         try:
             # Only rank 0 watches the time: when it ends, the launcher ends the others.
-            with deadline(options.patience, lambda: report_failure(late, cure)) if place.rank == 0 else nullcontext():
-                comm = stack.enter_context(connect(settings, framework))
+            with ranks.deadline(options.patience, lambda: report_failure(late, cure)) if place.rank == 0 else nullcontext():
+                comm = stack.enter_context(ranks.connect(settings, framework))
                 threads = this_process.environment().get("OMP_NUM_THREADS", "")
-                this_rank = RankReport(report, place.local_size, int(threads) if threads.isdigit() else None)
-                reports, together = gather_reports(comm, this_rank)
+                this_rank = ranks.RankReport(report, place.local_size, int(threads) if threads.isdigit() else None)
+                reports, together = ranks.gather_reports(comm, this_rank)
         except HvdtrainError as error:
             return report_failure(str(error))
         if not options.no_measure:
-            together += run_check(comm, "all-reduce", lambda: [check_speed(comm, framework, options.seconds)])
+            together += ranks.run_check(comm, "all-reduce", lambda: [ranks.check_speed(comm, framework, options.seconds)])
             if settings is not None:
-                together += run_check(comm, "training step", lambda: check_share(comm, settings, options.seconds))
+                together += ranks.run_check(comm, "training step", lambda: ranks.check_share(comm, settings, options.seconds))
                 together += check_scaling(comm, settings)
         return _finish(options, reports, together, quiet=comm.rank > 0)
 
@@ -163,7 +154,7 @@ def check_scaling(comm: Communicator, settings: Settings) -> list[Finding]:
     if settings.of(TrialKeys).predict_ranks is None:
         return []
     placements = parse_placements(settings.of(TrialKeys).predict_ranks)
-    return run_check(comm, "prediction", lambda: [ok("prediction", "\n".join(predict_speed(comm, settings, placements)))])
+    return ranks.run_check(comm, "prediction", lambda: [ok("prediction", "\n".join(predict_speed(comm, settings, placements)))])
 
 
 def _finish(options: argparse.Namespace, reports: Sequence[HostReport], together: Sequence[Finding], quiet: bool = False) -> int:

@@ -15,18 +15,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from hvdtrain.plugins.doctor.horovod_recipe import (
-    HOROVOD_VERSION,
-    CannotBuild,
-    CudaChoice,
-    choose_cuda,
-    cxx_standard,
-    write_wrappers,
-)
+from hvdtrain.plugins.doctor import horovod_recipe as recipe
 from hvdtrain.plugins.doctor.horovod_wheel import built_for, label, matching_wheel, misfits
 from hvdtrain.plugins.doctor.packages import is_older
 
@@ -43,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Build Horovod, or take the wheel of an earlier build, install it and test it; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m hvdtrain build-horovod",
-        description=f"Build Horovod {HOROVOD_VERSION} for the torch and tensorflow of this Python, with MPI and Gloo "
+        description=f"Build Horovod {recipe.HOROVOD_VERSION} for the torch and tensorflow of this Python, with MPI and Gloo "
         "(and CUDA and NCCL where torch has CUDA and its compiler and headers are found). Takes less than two minutes on two "
         "cores, or seconds with the wheel of an earlier build for the same versions.",
     )
@@ -65,18 +57,23 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     frameworks = [name for name in FRAMEWORKS if find_spec(name)]
-    if options.install:
-        return _install_only(options.install, frameworks, options.log)
-    missing = _missing(frameworks)
-    if missing:
-        return _refuse(missing)
+    try:
+        if options.install:
+            return _install_only(options.install, frameworks, options.log)
+        return _work(options, frameworks)
+    except recipe.CannotBuild as error:
+        print(f"Horovod cannot be built yet:\n{error}", file=sys.stderr)
+        return 1
+
+
+def _work(options: argparse.Namespace, frameworks: list[str]) -> int:
+    """Install the wheel of an earlier build, or build one, unless an installed Horovod works; return the exit status."""
+    if missing := _missing(frameworks):
+        raise recipe.CannotBuild("\n".join(missing))
     works = not options.force and _problem(frameworks) is None
     if works and options.wheel_dir is None:
         return _works(frameworks, what="is installed and works")
-    try:
-        cuda = choose_cuda(frameworks, os.environ)
-    except CannotBuild as error:
-        return _refuse([str(error)])
+    cuda = recipe.choose_cuda(frameworks, os.environ)
     versions = built_for(frameworks, cuda, os.environ)
     wheel_dir = options.wheel_dir or _default_wheel_dir()
     places = [wheel_dir, _default_wheel_dir()]
@@ -138,38 +135,29 @@ def _install_only(place: Path, frameworks: list[str], log: Path) -> int:
         print(f"--install: expected a wheel that build-horovod made, or a folder with one, got {place}", file=sys.stderr)
         return 1
     if not frameworks:
-        return _refuse(_missing(frameworks)[:1])
-    try:
-        here = built_for(frameworks, choose_cuda(frameworks, os.environ), os.environ)
-    except CannotBuild as error:
-        return _refuse([str(error)])
+        raise recipe.CannotBuild(_missing(frameworks)[0])
+    here = built_for(frameworks, recipe.choose_cuda(frameworks, os.environ), os.environ)
     reasons = {wheel: misfits(wheel, here) for wheel in wheels}
     fitting = [wheel for wheel, why in reasons.items() if not why]
     if not fitting:
-        lines = [f"  {wheel.name}:\n    " + "\n    ".join(why) for wheel, why in reasons.items()]
-        print(
-            "\n".join([f"no wheel fits that is in {place}:" if place.is_dir() else "this wheel does not fit:", *lines]),
-            file=sys.stderr,
-        )
+        lines = [f"no wheel fits that is in {place}:" if place.is_dir() else "this wheel does not fit:"]
+        lines += [f"  {wheel.name}:\n    " + "\n    ".join(why) for wheel, why in reasons.items()]
+        print("\n".join(lines), file=sys.stderr)
         return 1
     newest = max(fitting, key=lambda wheel: wheel.stat().st_mtime)
     if not _install(newest, log):
         return _report_failure(log, "installing the wheel failed")
-    broken = _problem(frameworks)
-    if broken:
+    if broken := _problem(frameworks):
         print(f"{newest} was installed but does not work:\n{broken}", file=sys.stderr)
         return 1
     return _works(frameworks, newest)
 
 
 def _build_and_install(
-    frameworks: list[str], cuda: CudaChoice, versions: dict[str, str], wheel_dir: Path | None, log: Path
+    frameworks: list[str], cuda: recipe.CudaChoice, versions: dict[str, str], wheel_dir: Path | None, log: Path
 ) -> int:
     """Build Horovod, install it and test it; keep the wheel if a folder is given. Return the exit status."""
-    try:
-        standard, why = cxx_standard(frameworks)
-    except CannotBuild as error:
-        return _refuse([str(error)])
+    standard, why = recipe.cxx_standard(frameworks)
     for line in [*newer_than_tried(versions), *([cuda.note] if cuda.note else []), f"compiling as {why}"]:
         print(line, flush=True)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as folder:
@@ -183,8 +171,7 @@ def _build_and_install(
                 print(f"the wheel is not kept: {error}")
         if not _install(wheel, log):
             return _report_failure(log, "installing Horovod failed")
-    broken = _problem(frameworks)
-    if broken:
+    if broken := _problem(frameworks):
         if wheel.parent == wheel_dir:
             wheel.unlink()
         print(f"Horovod was built but does not work:\n{broken}\nThe build's log: {log}", file=sys.stderr)
@@ -193,13 +180,8 @@ def _build_and_install(
 
 
 def _works(frameworks: list[str], wheel: Path | None = None, what: str = "works") -> int:
-    print(f"Horovod {HOROVOD_VERSION} {what} with {' and '.join(frameworks)}{f': the wheel {wheel}' if wheel else ''}")
+    print(f"Horovod {recipe.HOROVOD_VERSION} {what} with {' and '.join(frameworks)}{f': the wheel {wheel}' if wheel else ''}")
     return 0
-
-
-def _refuse(lines: Iterable[str]) -> int:
-    print("\n".join(["Horovod cannot be built yet:", *lines]), file=sys.stderr)
-    return 1
 
 
 def _report_failure(log: Path, what: str) -> int:
@@ -266,12 +248,12 @@ def _problem(frameworks: list[str]) -> str | None:
     return None
 
 
-def _build(frameworks: list[str], standard: int, cuda: CudaChoice, log: Path, folder: Path) -> Path | None:
+def _build(frameworks: list[str], standard: int, cuda: recipe.CudaChoice, log: Path, folder: Path) -> Path | None:
     """Let pip build the wheel in the folder with the settings Horovod needs, and show the compiler's progress."""
     with_cuda = cuda.version != "none"
     environment = dict(
         os.environ,
-        **write_wrappers(folder, os.environ.get("HOROVOD_CMAKE", "cmake"), standard, with_cuda),
+        **recipe.write_wrappers(folder, os.environ.get("HOROVOD_CMAKE", "cmake"), standard, with_cuda),
         HOROVOD_WITH_MPI="1",
         HOROVOD_WITH_GLOO="1",
         HOROVOD_WITHOUT_MXNET="1",
@@ -283,9 +265,9 @@ def _build(frameworks: list[str], standard: int, cuda: CudaChoice, log: Path, fo
         environment.update(HOROVOD_GPU_OPERATIONS="NCCL", HOROVOD_NCCL_HOME=str(cuda.nccl))
     # pip caches wheels by version only, so its cache might return one that was built for other frameworks.
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-binary", "horovod", "--no-cache-dir"]
-    command += ["--no-deps", "--wheel-dir", str(folder), f"horovod=={HOROVOD_VERSION}"]
+    command += ["--no-deps", "--wheel-dir", str(folder), f"horovod=={recipe.HOROVOD_VERSION}"]
     libraries = f"MPI, Gloo{', CUDA' if with_cuda else ''}{', NCCL' if cuda.nccl else ''}"
-    what = f"building Horovod {HOROVOD_VERSION} for {' and '.join(frameworks)} with {libraries}"
+    what = f"building Horovod {recipe.HOROVOD_VERSION} for {' and '.join(frameworks)} with {libraries}"
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with log.open("w") as output:
@@ -313,7 +295,3 @@ def _show(what: str, log: Path, seconds: float) -> None:
     if sys.stdout.isatty():
         done = re.findall(r"\[ *(\d+)%\]", log.read_text(errors="replace"))
         print(f"\r{what} ... {done[-1] if done else 0} % after {seconds:.0f} s ", end="", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

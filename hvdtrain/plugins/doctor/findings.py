@@ -152,19 +152,14 @@ def differences(reports: Sequence[HostReport]) -> list[Finding]:
         if len(hosts) > 1:
             text = f"{name}: " + "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
             if "/" in name or "bytes" in next(iter(hosts)):
-                findings.append(problem("hosts differ", text, "the same file on all hosts, or a shared file system"))
+                level, fix = problem, "the same file on all hosts, or a shared file system"
             elif name in HARMFUL:
-                findings.append(problem("hosts differ", text, "install the same version on all hosts"))
+                level, fix = problem, "install the same version on all hosts"
             elif name.isupper():
-                findings.append(warning("hosts differ", text, f"mpirun -x {name}; sbatch --export=ALL; qsub -V"))
+                level, fix = warning, f"mpirun -x {name}; sbatch --export=ALL; qsub -V"
             else:
-                findings.append(
-                    warning(
-                        "hosts differ",
-                        text,
-                        "all hosts wait for the slowest one, and only what the oldest version supports works",
-                    )
-                )
+                level, fix = warning, "all hosts wait for the slowest one, and only what the oldest version supports works"
+            findings.append(level("hosts differ", text, fix))
     if len(reports) > 1 and not findings:
         findings.append(ok("hosts", f"{', '.join(report.host for report in reports)}: the same versions, files and settings"))
     return findings
@@ -188,13 +183,8 @@ def check_clocks(reports: Sequence[HostReport]) -> list[Finding]:
     if apart < CLOCK_WARNING:
         return [ok("clocks", f"within {max(apart, 0.001):.3f} s of each other")]
     level = problem if apart >= CLOCK_PROBLEM else warning
-    return [
-        level(
-            "clocks",
-            f"{ahead} is {apart:.1f} s ahead of {behind}: times in logs and of files cannot be compared",
-            "chronyc makestep, or ntp",
-        )
-    ]
+    text = f"{ahead} is {apart:.1f} s ahead of {behind}: times in logs and of files cannot be compared"
+    return [level("clocks", text, "chronyc makestep, or ntp")]
 
 
 def check_networks(reports: Sequence[HostReport]) -> list[Finding]:

@@ -96,7 +96,7 @@ endif()
 
 
 class CannotBuild(Exception):
-    """Why Horovod cannot be built here, known before anything is compiled. One line, with what to do."""
+    """Why Horovod cannot be built here, known before anything is compiled. Lines with what to do."""
 
 
 def cxx_standard(frameworks: list[str]) -> tuple[int, str]:
@@ -110,17 +110,13 @@ def cxx_standard(frameworks: list[str]) -> tuple[int, str]:
     """
     reasons = []
     for standard in STANDARDS:
-        unknown = _compile("", standard, "-fsyntax-only")
-        if unknown:
+        if _compile("", standard, "-fsyntax-only"):
             reasons.append(f"g++ has no C++{standard}")
             break
-        refused = None
         if standard < 20 and _compile(FLATBUFFERS_SPAN, standard, "-fsyntax-only"):
-            refused = "g++ refuses Horovod's flatbuffers"
-        for framework in () if refused else frameworks:
-            refused = header_error(framework, standard)
-            if refused:
-                break
+            refused: str | None = "g++ refuses Horovod's flatbuffers"
+        else:
+            refused = next(filter(None, (header_error(framework, standard) for framework in frameworks)), None)
         if not refused:
             return standard, f"C++{standard}" + (f", since in C++{STANDARDS[0]} {reasons[0]}" if reasons else "")
         reasons.append(refused)
@@ -225,9 +221,8 @@ def missing_of_cuda(home: Path) -> str | None:
     if not shutil.which("nvcc") and not (home / "bin/nvcc").exists():
         return "nvcc is missing"
     with tempfile.TemporaryDirectory(prefix="hvdtrain-cuda-") as folder:
-        (Path(folder) / "CMakeLists.txt").write_text(
-            CUDA_PROBE.replace("@HEADERS@", " ".join(CUDA_HEADERS)).replace("@HOME@", str(home))
-        )
+        project = CUDA_PROBE.replace("@HEADERS@", " ".join(CUDA_HEADERS)).replace("@HOME@", str(home))
+        Path(folder, "CMakeLists.txt").write_text(project)
         tried = subprocess.run(["cmake", "-S", folder, "-B", f"{folder}/build"], capture_output=True, text=True)
     if tried.returncode == 0:
         return None
@@ -257,10 +252,7 @@ def write_wrappers(folder: Path, cmake: str, standard: int, with_cuda: bool) -> 
     wrapper = CMAKE_WRAPPER.format(
         cmake=shlex.quote(cmake), include=shlex.quote(str(HOROVOD_CMAKE)), options="" if with_cuda else WITHOUT_CUDA
     )
-    files = {
-        "CXX": folder / "g++-of-hvdtrain",
-        "HOROVOD_CMAKE": folder / "cmake",
-    }
+    files = {"CXX": folder / "g++-of-hvdtrain", "HOROVOD_CMAKE": folder / "cmake"}
     files["CXX"].write_text(COMPILER_WRAPPER.format(options=options))
     files["HOROVOD_CMAKE"].write_text(wrapper)
     for path in files.values():

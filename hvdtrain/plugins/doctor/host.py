@@ -77,7 +77,7 @@ def examine(configs: list[Path], overrides: dict[str, str], other_hosts: int) ->
     facts |= {f"MPI of {package}": library for package, library in libraries.items()}
     facts |= {"cores": str(os.cpu_count()), "GPUs": ", ".join(gpu.name for gpu in gpus) or "none"}
     facts |= {"driver": gpus[0].driver} if gpus else {}
-    facts |= of_environment(environ) | fingerprints(configs, settings)
+    facts |= of_environment(environ) | {str(path): fingerprint(path) for path in [*configs, *files]}
     return HostReport(name, [*findings, *before], facts, network.nccl_address(environ, interfaces)), settings
 
 
@@ -90,11 +90,10 @@ def framework_of(settings: Settings | None) -> str:
 
 def check_disks(settings: Settings | None, temporary: Path) -> list[Finding]:
     """The disks for checkpoints and temporary files."""
-    findings = []
-    if settings is not None:
-        findings.append(resources.check_disk(Path(settings.run.model).parent, "disk for checkpoints"))
-    findings.append(resources.check_disk(temporary, "disk for temporary files", 100 * resources.MEGABYTE))
-    return findings
+    finding = resources.check_disk(temporary, "disk for temporary files", 100 * resources.MEGABYTE)
+    if settings is None:
+        return [finding]
+    return [resources.check_disk(Path(settings.run.model).parent, "disk for checkpoints"), finding]
 
 
 def read_config(paths: list[Path], overrides: dict[str, str]) -> tuple[Settings | None, list[Finding]]:
@@ -125,11 +124,8 @@ def check_data(settings: Settings, ranks: int) -> list[Finding]:
     try:
         feeds = open_feeds(settings, SingleCommunicator())
         for feed in feeds:
-            for level, line in feed_lines(feed):
-                finding = (
-                    ok("data", line) if level > 2 else warning("data", line, "look at batch_size, min_seq_length, max_seq_length")
-                )
-                findings.append(finding)
+            fix = "look at batch_size, min_seq_length, max_seq_length"
+            findings += [ok("data", line) if level > 2 else warning("data", line, fix) for level, line in feed_lines(feed)]
         batches = feeds[0].plan(1).num_batches
         if batches < ranks:
             text = f"an epoch has {batches} batches for {ranks} ranks: some ranks have nothing to do"
@@ -167,12 +163,6 @@ PLACES, PIECE = 16, 4096
 """A fingerprint hashes this number of pieces, each of this number of bytes, spread over the file."""
 
 
-def fingerprints(configs: list[Path], settings: Settings | None) -> dict[str, str]:
-    """Fingerprints of the files that should be the same on all hosts, by name."""
-    paths = [*configs, *(hdf_files(settings) if settings else [])]
-    return {str(path): fingerprint(path) for path in paths}
-
-
 def fingerprint(path: Path) -> str:
     """A file's size and a hash of pieces of it: fast even for large files, and most likely different for different files."""
     try:
@@ -187,15 +177,10 @@ def fingerprint(path: Path) -> str:
         return f"not readable: {error.strerror}"
 
 
-def check_environment(environ: Mapping[str, str], framework: str | None = None) -> list[Finding]:
+def check_environment(environ: Mapping[str, str]) -> list[Finding]:
     """All checks of the variables that launchers set. One of them also looks for the file of a file:// rendezvous."""
-    return [
-        *check_ranks(environ),
-        *check_sizes(environ),
-        *check_torchrun(environ),
-        *check_mpirun(environ),
-        *check_init_file(environ),
-    ]
+    checks = (check_ranks, check_sizes, check_torchrun, check_mpirun, check_init_file)
+    return [finding for check in checks for finding in check(environ)]
 
 
 VARIABLES = list(dict.fromkeys((launcher.name, names) for launcher in launchers().values() for names in launcher.variables))
@@ -230,9 +215,8 @@ def check_ranks(environ: Mapping[str, str]) -> list[Finding]:
             findings.append(problem(rank, text, f"unset {rank} {size}, or start with {launcher}; it is not the number of a node"))
     for name in ("local_rank", "rank", "world_size"):
         if name in environ:
-            findings.append(
-                warning(name, f"{name} is set; programs read {name.upper()}", f"export {name.upper()}={environ[name]}")
-            )
+            fix = f"export {name.upper()}={environ[name]}"
+            findings.append(warning(name, f"{name} is set; programs read {name.upper()}", fix))
     if "MASTER_ADDR" in environ and "RANK" not in environ and "SLURM_PROCID" not in environ:
         text = f"MASTER_ADDR = {environ['MASTER_ADDR']} is set, but not RANK: left over from another job?"
         findings.append(warning("MASTER_ADDR", text, "unset MASTER_ADDR, or start with torchrun"))
@@ -284,8 +268,7 @@ def check_init_file(environ: Mapping[str, str]) -> list[Finding]:
     """Whether a file:// rendezvous has been used before: torch.distributed fails on the second use, unless it is removed."""
     method = environ.get("DIST_INIT_METHOD", "")
     path = Path(method.removeprefix("file://"))
-    if method.startswith("file://") and path.exists():
-        return [
-            warning("DIST_INIT_METHOD", f"{path} is left over from an earlier run", f"rm {path}, or a new name for every run")
-        ]
-    return []
+    if not method.startswith("file://") or not path.exists():
+        return []
+    text = f"{path} is left over from an earlier run"
+    return [warning("DIST_INIT_METHOD", text, f"rm {path}, or a new name for every run")]

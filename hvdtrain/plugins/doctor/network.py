@@ -138,17 +138,13 @@ def check_interfaces(environ: Mapping[str, str], interfaces: Sequence[Interface]
     findings = [ok("interfaces", ", ".join(map(str, interfaces)))] if interfaces else []
     findings.append(check_nccl(environ.get("NCCL_SOCKET_IFNAME"), interfaces, several_hosts))
     names = [interface.name for interface in interfaces]
+    fix = "name one that all hosts have, or a network such as 10.0.0.0/24 for mpirun"
     for variable in (*ONE_NAME, *NAMES_OR_NETWORKS):
         for wanted in filter(None, environ.get(variable, "").split(",")):
-            if "/" in wanted and variable in NAMES_OR_NETWORKS:
-                is_found = _is_in_network(wanted, interfaces)
-            else:
-                is_found = wanted in names
-            if not is_found:
+            is_network = "/" in wanted and variable in NAMES_OR_NETWORKS
+            if not (_is_in_network(wanted, interfaces) if is_network else wanted in names):
                 text = f"expected an interface of this host ({', '.join(names)}), got {wanted}"
-                findings.append(
-                    problem(variable, text, "name one that all hosts have, or a network such as 10.0.0.0/24 for mpirun")
-                )
+                findings.append(problem(variable, text, fix))
     return findings
 
 
@@ -173,9 +169,8 @@ def check_nccl(setting: str | None, interfaces: Sequence[Interface], several_hos
     better = [interface.name for interface in interfaces if interface.up and interface.address and interface.leads_out]
     fix = f"export NCCL_SOCKET_IFNAME={better[0]}" if better else "bring a network interface up"
     if not picked:
-        return problem(
-            about, f"{value} picks none of {', '.join(interface.name for interface in interfaces)}: NCCL finds no interface", fix
-        )
+        names = ", ".join(interface.name for interface in interfaces)
+        return problem(about, f"{value} picks none of {names}: NCCL finds no interface", fix)
     first = picked[0]
     over = f"{value}: NCCL connects over {first}"
     if len(picked) > 1:
@@ -185,9 +180,9 @@ def check_nccl(setting: str | None, interfaces: Sequence[Interface], several_hos
             fix = f"list lo, too: export NCCL_SOCKET_IFNAME={setting},lo"
         if several_hosts:
             return problem(about, f"{over}, which does not lead to other hosts", fix)
-        return (
-            warning(about, f"{over}: enough for one host, not for several", fix) if better else ok(about, f"{over}, on one host")
-        )
+        if not better:
+            return ok(about, f"{over}, on one host")
+        return warning(about, f"{over}: enough for one host, not for several", fix)
     if first.name.startswith(WIRELESS):
         return warning(about, f"{over}, which is slow", f"{fix} if that is a cable" if better else "use a cable")
     return ok(about, over)
@@ -219,15 +214,13 @@ def check_master(environ: Mapping[str, str], is_master: bool) -> list[Finding]:
         try:
             socket.getaddrinfo(address, None)
         except OSError as error:
-            findings.append(
-                problem("MASTER_ADDR", f"expected the name or address of a host, got {address}: {error}", "rank 0's host")
-            )
+            text = f"expected the name or address of a host, got {address}: {error}"
+            findings.append(problem("MASTER_ADDR", text, "rank 0's host"))
     if port and not (port.isdigit() and 0 < int(port) < 65536):
         findings.append(problem("MASTER_PORT", f"expected a port from 1 to 65535, got {port!r}", "export MASTER_PORT=29500"))
     elif port and is_master and port_is_taken(int(port)):
-        findings.append(
-            problem("MASTER_PORT", f"{port} is in use by another program", f"export MASTER_PORT={free_port()}, which is free")
-        )
+        fix = f"export MASTER_PORT={free_port()}, which is free"
+        findings.append(problem("MASTER_PORT", f"{port} is in use by another program", fix))
     elif address or port:
         findings.append(ok("MASTER_ADDR, MASTER_PORT", f"{address or 'not set'}, {port or 'not set'}"))
     return findings
@@ -258,9 +251,9 @@ def check_ports() -> list[Finding]:
     except (OSError, ValueError):
         return []
     text = f"programs use {first} to {last}; a firewall between the hosts has to allow these"
-    return [
-        ok("ports", text) if last - first >= 1000 else warning("ports", text, "sysctl net.ipv4.ip_local_port_range='32768 60999'")
-    ]
+    if last - first >= 1000:
+        return [ok("ports", text)]
+    return [warning("ports", text, "sysctl net.ipv4.ip_local_port_range='32768 60999'")]
 
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
@@ -309,9 +302,8 @@ def ask_host(host: str, command: Sequence[str]) -> tuple[HostReport | None, list
     after = time.time()
     if status != 0:
         if not address and "resolve" in said:
-            return None, [
-                problem(about, f"expected the name of a host, got {host}: {lookup_error}", "/etc/hosts, DNS, or ~/.ssh/config")
-            ]
+            text = f"expected the name of a host, got {host}: {lookup_error}"
+            return None, [problem(about, text, "/etc/hosts, DNS, or ~/.ssh/config")]
         return None, [problem(about, f"expected to log in without a password, got: {_last(said)}", _cure(said, host))]
     seconds = after - before
     clock_ahead = minimum_lead(float(said.split()[-1]), before, after)

@@ -135,10 +135,8 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
     if framework is None and not any(map(installed_version, libraries())):
         findings.append(problem("packages", f"expected {' or '.join(libraries())}, got none", "pip install torch"))
     installed = ", ".join(f"{package} {here}" for package, here in versions.items() if here)
-    return [
-        ok("packages", f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {installed}"),
-        *findings,
-    ]
+    text = f"Python {platform.python_version()} ({sys.executable}), hvdtrain {__version__}, {installed}"
+    return [ok("packages", text), *findings]
 
 
 PROBE = """
@@ -194,9 +192,8 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
     if not answer["mpi"] and not answer["gloo"]:
         findings.append(problem(about, "expected MPI or Gloo to be built in, got neither", rebuild))
     elif not answer["mpi"]:
-        findings.append(
-            warning(about, "built without MPI: mpirun and srun --mpi cannot start it", f"horovodrun --gloo, or {rebuild}")
-        )
+        what = "built without MPI: mpirun and srun --mpi cannot start it"
+        findings.append(warning(about, what, f"horovodrun --gloo, or {rebuild}"))
     if gpus and not answer["nccl"]:
         what = "built without NCCL: gradients are copied through the host's memory"
         findings.append(warning(about, what, f"HOROVOD_GPU_OPERATIONS=NCCL {rebuild}"))
@@ -238,11 +235,8 @@ def implementation(text: str) -> tuple[str, str] | None:
         ("MPICH", r"HYDRA build details:\s+Version:\s+([\d.]+)"),
         ("MPICH", r"MPICH Version:\s+([\d.]+)"),
     )
-    for name, pattern in patterns:
-        match = re.search(pattern, text)
-        if match:
-            return name, match[1]
-    return None
+    matches = ((name, re.search(pattern, text)) for name, pattern in patterns)
+    return next(((name, match[1]) for name, match in matches if match), None)
 
 
 def mpi_library(ldd: str) -> str | None:
@@ -260,15 +254,11 @@ def mpi_library(ldd: str) -> str | None:
 def versions() -> dict[str, str]:
     """The MPIs of `mpirun`, Horovod and mpi4py, such as 'Open MPI 4.1.4'; 'none' if one is not installed."""
     probes = {}
-    library = _horovod_mpi_library()
-    if library is not None:
+    if (library := _horovod_mpi_library()) is not None:
         probes["Horovod"] = PythonProbe(OF_LIBRARY.format(path=library))
     if installed_version("mpi4py") is not None:
         probes["mpi4py"] = PythonProbe(OF_MPI4PY)
-    programs = {"mpirun": "none"}
-    if shutil.which("mpirun"):
-        _, said = output(["mpirun", "--version"])
-        programs["mpirun"] = _words(said)
+    programs = {"mpirun": _words(output(["mpirun", "--version"])[1]) if shutil.which("mpirun") else "none"}
     for name, probe in probes.items():
         answer, error = probe.result()
         programs[name] = _words(answer["version"]) if answer else f"unusable: {error}"
@@ -289,9 +279,8 @@ def check_mpi(programs: dict[str, str], launcher: str | None) -> list[Finding]:
     for name, what in programs.items():
         if what.startswith("unusable"):
             how = "python -m hvdtrain build-horovod --force" if name == "Horovod" else "pip install --force-reinstall mpi4py"
-            findings.append(
-                problem("MPI", f"expected {name} to load its MPI library, got {what.removeprefix('unusable: ')}", how)
-            )
+            what = f"expected {name} to load its MPI library, got {what.removeprefix('unusable: ')}"
+            findings.append(problem("MPI", what, how))
     usable = {name: what for name, what in programs.items() if what != "none" and not what.startswith("unusable")}
     if programs["mpirun"] == "none" and launcher is None:
         what = "mpirun is not in PATH: several ranks need it, or srun, torchrun, horovodrun"
@@ -301,13 +290,11 @@ def check_mpi(programs: dict[str, str], launcher: str | None) -> list[Finding]:
     all_of = ", ".join(f"{name} of {what}" for name, what in usable.items())
     if len(set(by_name.values())) > 1:
         what = f"expected one MPI, got {all_of}: each process would silently run as a separate job"
-        findings.append(
-            problem("MPI", what, "put the mpirun of Horovod's MPI first in PATH, or build Horovod anew for the other")
-        )
+        how = "put the mpirun of Horovod's MPI first in PATH, or build Horovod anew for the other"
+        findings.append(problem("MPI", what, how))
     elif len(set(by_major.values())) > 1:
-        findings.append(
-            warning("MPI", f"expected one version, got {all_of}", "use the mpirun of the MPI that Horovod was built for")
-        )
+        how = "use the mpirun of the MPI that Horovod was built for"
+        findings.append(warning("MPI", f"expected one version, got {all_of}", how))
     elif usable and not findings:
         findings.append(ok("MPI", all_of))
     return findings
@@ -342,8 +329,7 @@ def _horovod_mpi_library() -> str | None:
     for place in (spec.submodule_search_locations or []) if spec else []:
         for shared_object in sorted(Path(place).glob("*/mpi_lib*.so")):
             status, said = output(["ldd", str(shared_object)])
-            library = mpi_library(said) if status == 0 else None
-            if library:
+            if status == 0 and (library := mpi_library(said)):
                 return library
     return None
 

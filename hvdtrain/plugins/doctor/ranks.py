@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
 import numpy
@@ -75,11 +75,7 @@ def gather_reports(comm: Communicator, mine: RankReport) -> tuple[list[HostRepor
     ranks = comm.gather(mine, name="doctor.reports")
     comm.gather(None, name="doctor.now")  # a barrier: all ranks leave it at about the same time
     clocks = comm.gather(time.time(), name="doctor.clocks")
-    reports = []
-    for rank, clock in zip(ranks, clocks, strict=True):
-        if rank.report is not None:
-            rank.report.clock = clock
-            reports.append(rank.report)
+    reports = [replace(rank.report, clock=clock) for rank, clock in zip(ranks, clocks, strict=True) if rank.report is not None]
     findings = [*differences(reports), *check_clocks(reports), *check_networks(reports), *check_cores(ranks)]
     return reports, [*findings, *check_connections(comm, mine)]
 
@@ -107,11 +103,9 @@ def check_connections(comm: Communicator, mine: RankReport) -> list[Finding]:
             place = (mine.host, *listener.getsockname()[:2])
         places = [address_there for address_there in comm.gather(place, name="doctor.places") if address_there is not None]
         failures = []
-        if place is not None:
-            for host, address, port in places:
-                if host != mine.host:
-                    error = cannot_connect(address, port)
-                    failures += [f"{mine.host} to {host} ({address}): {error}"] if error else []
+        for host, address, port in places if place is not None else ():
+            if host != mine.host and (error := cannot_connect(address, port)):
+                failures.append(f"{mine.host} to {host} ({address}): {error}")
         all_failures = [failure for listed in comm.gather(failures, name="doctor.connections") for failure in listed]
     if all_failures:
         fix = "open the firewall between the hosts, or choose another interface with NCCL_SOCKET_IFNAME"
@@ -168,9 +162,7 @@ def check_speed(comm: Communicator, framework: str, seconds: float = SECONDS) ->
     small, large = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, LARGE))
     latency = all_reduce_seconds(comm, tensors, lambda: [small], "doctor.small", seconds)
     whole = all_reduce_seconds(comm, tensors, lambda: [large], "doctor.large", seconds)
-    through = (
-        LARGE * 2 * (comm.size - 1) / comm.size / whole
-    )  # an all-reduce of n ranks moves 2 (n - 1) / n of its bytes through each
+    through = LARGE * 2 * (comm.size - 1) / comm.size / whole  # each rank sends 2 (n - 1) / n of the bytes of an all-reduce
     text = f"{1e6 * latency:.0f} us for {SMALL} bytes, {through / 1e6:.0f} MB/s through each rank for {size_text(LARGE)}"
     return ok("all-reduce", text)
 

@@ -43,11 +43,8 @@ def check_shared_memory(ranks: int, gpus: int, folder: Path = Path("/dev/shm")) 
     free = f"{size_text(space.free)} of {size_text(space.total)} free in {folder}"
     needed = max(ranks, gpus, 1) * SHARED_PER_RANK
     if space.free < needed:
-        return problem(
-            about,
-            f"expected {size_text(needed)} for Open MPI alone, got {free}",
-            f"{fix}; or remove what earlier jobs left there",
-        )
+        text = f"expected {size_text(needed)} for Open MPI alone, got {free}"
+        return problem(about, text, f"{fix}; or remove what earlier jobs left there")
     if space.total <= OF_A_CONTAINER or space.free < OF_A_CONTAINER:
         return warning(about, f"{free}: NCCL and workers that read data need more", fix)
     return ok(about, free)
@@ -174,18 +171,16 @@ def check_shared_cores(ranks: Sequence[tuple[str, Sequence[int]]], host_cores: i
         return [warning("cores", text, "start at most as many ranks as cores; more ranks run, but take turns")]
     if threads is not None and threads * len(ranks) > len(together):
         text = f"{len(ranks)} ranks with OMP_NUM_THREADS={threads} on {len(together)} cores"
-        fix = (
-            f"export OMP_NUM_THREADS={len(together) // len(ranks)}, or leave it unset: hvdtrain divides the cores among the ranks"
-        )
+        number = len(together) // len(ranks)
+        fix = f"export OMP_NUM_THREADS={number}, or leave it unset: hvdtrain divides the cores among the ranks"
         return [warning("cores", text, fix)]
     return []
 
 
 def container_quota() -> float | None:
     """The quota of this process's control group."""
-    file = Path("/sys/fs/cgroup/cpu.max")
     try:
-        return quota(file.read_text())
+        return quota(Path("/sys/fs/cgroup/cpu.max").read_text())
     except (OSError, ValueError):
         return None
 
@@ -231,11 +226,8 @@ def check_gpus(environ: Mapping[str, str], ranks: int) -> tuple[list[Gpu], list[
         return [], [ok("GPU", "none: training runs on the CPU")]
     status, said = output(QUERY, seconds=30)
     if status != 0:
-        return [], [
-            problem(
-                "GPU", f"nvidia-smi answers: {said.splitlines()[0] if said else 'nothing'}", "reinstall the driver, or reboot"
-            )
-        ]
+        text = f"nvidia-smi answers: {said.splitlines()[0] if said else 'nothing'}"
+        return [], [problem("GPU", text, "reinstall the driver, or reboot")]
     gpus = parse_gpus(said)
     names = ", ".join(f"{sum(gpu.name == name for gpu in gpus)} x {name}" for name in dict.fromkeys(gpu.name for gpu in gpus))
     findings = [ok("GPU", f"{names}, driver {gpus[0].driver}" if gpus else "none")]
@@ -251,9 +243,8 @@ def check_gpus(environ: Mapping[str, str], ranks: int) -> tuple[list[Gpu], list[
             text = f"GPU {gpu.index}: other programs use {gpu.used} of {gpu.total} MB"
             findings.append(warning("GPU", text, "nvidia-smi lists them; choose other GPUs with CUDA_VISIBLE_DEVICES"))
         if gpu.mode == "Prohibited":
-            findings.append(
-                problem("GPU", f"GPU {gpu.index} is in compute mode Prohibited", f"nvidia-smi -i {gpu.index} -c DEFAULT")
-            )
+            text = f"GPU {gpu.index} is in compute mode Prohibited"
+            findings.append(problem("GPU", text, f"nvidia-smi -i {gpu.index} -c DEFAULT"))
     return gpus, findings
 
 

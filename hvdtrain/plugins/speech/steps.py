@@ -13,21 +13,15 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.combine.steps import Draw, Step
+from hvdtrain.plugins.speech import step_keys
 from hvdtrain.plugins.speech.log_mel import LogMel
-from hvdtrain.plugins.speech.step_keys import (
-    AddNoiseKeys,
-    LogMelKeys,
-    SpecAugmentKeys,
-    SpeedPerturbationKeys,
-    TokensKeys,
-)
 from hvdtrain.plugins.speech.text import text_encoder
 
 
 class LogMelStep(Step):
     """Sound becomes log mel features."""
 
-    def __init__(self, keys: LogMelKeys, datasets: Mapping[str, Dataset]) -> None:
+    def __init__(self, keys: step_keys.LogMelKeys, datasets: Mapping[str, Dataset]) -> None:
         super().__init__(keys.key)
         self._mel = LogMel(**asdict(keys))
 
@@ -45,7 +39,7 @@ class LogMelStep(Step):
 class SpecAugment(Step):
     """Spans of frames and of features are set to the mean of the sequence."""
 
-    def __init__(self, keys: SpecAugmentKeys, datasets: Mapping[str, Dataset]) -> None:
+    def __init__(self, keys: step_keys.SpecAugmentKeys, datasets: Mapping[str, Dataset]) -> None:
         super().__init__(keys.key)
         self._keys = keys
 
@@ -84,7 +78,7 @@ class SpeedPerturbation(Step):
 
     has_random_lengths = True
 
-    def __init__(self, keys: SpeedPerturbationKeys, datasets: Mapping[str, Dataset]) -> None:
+    def __init__(self, keys: step_keys.SpeedPerturbationKeys, datasets: Mapping[str, Dataset]) -> None:
         super().__init__(keys.key)
         self._factors = [Fraction(factor).limit_denominator(1000) for factor in keys.factors]
         self._filters = {factor: _filters(factor) for factor in self._factors if factor != 1}
@@ -143,7 +137,7 @@ def _choice(seed: int, epoch: int, index: int, count: int) -> int:
 class AddNoise(Step):
     """Noise of another dataset is added to sound, from a random place on, repeated if it is too short."""
 
-    def __init__(self, keys: AddNoiseKeys, datasets: Mapping[str, Dataset]) -> None:
+    def __init__(self, keys: step_keys.AddNoiseKeys, datasets: Mapping[str, Dataset]) -> None:
         super().__init__(keys.key)
         self._noise = datasets[keys.noise]
         self._keys = keys
@@ -177,7 +171,7 @@ class TokensStep(Step):
 
     has_found_lengths = True
 
-    def __init__(self, keys: TokensKeys, datasets: Mapping[str, Dataset]) -> None:
+    def __init__(self, keys: step_keys.TokensKeys, datasets: Mapping[str, Dataset]) -> None:
         super().__init__(keys.key)
         vocabularies = keys.of_key("vocabulary", keys.key), keys.of_key("vocabulary_from", keys.key)
         self._encoder = text_encoder(str(keys.units), *vocabularies)

@@ -6,17 +6,7 @@ from collections.abc import Sequence
 
 from hvdtrain.config.plugins import Registry
 from hvdtrain.errors import Problem, problem
-from hvdtrain.plugins.submit.job import (
-    STOPPED,
-    Job,
-    Scheduler,
-    background_lines,
-    clock,
-    command,
-    doctor_lines,
-    environment_lines,
-    memory_text,
-)
+from hvdtrain.plugins.submit import job as jobs
 from hvdtrain.plugins.submit.kubernetes import KUBERNETES
 from hvdtrain.plugins.submit.texts import option_text
 
@@ -27,7 +17,7 @@ RESCHEDULE = 99
 """The exit status with which SGE puts a job back into the queue."""
 
 
-def slurm_head(job: Job) -> list[str]:
+def slurm_head(job: jobs.Job) -> list[str]:
     """The options for sbatch."""
     has_agents = job.launcher == "torchrun"  # one task per node, which starts the ranks there
     cores = job.cores if has_agents else job.cpus_per_task
@@ -37,8 +27,8 @@ def slurm_head(job: Job) -> list[str]:
         "ntasks-per-node": 1 if has_agents else job.tasks_per_node,
         "cpus-per-task": cores,
         "gpus-per-node": job.gpus_per_node or None,
-        "mem": memory_text(job.memory) if job.memory else None,
-        "time": clock(job.seconds) if job.seconds else None,
+        "mem": jobs.memory_text(job.memory) if job.memory else None,
+        "time": jobs.clock(job.seconds) if job.seconds else None,
         "partition": job.queue and option_text(job.queue),
         "account": job.account and option_text(job.account),
         "array": f"1-{len(job.runs)}" if job.runs else None,
@@ -54,9 +44,9 @@ def slurm_head(job: Job) -> list[str]:
     return [*lines, *(f"#SBATCH {option}" for option in job.options)]
 
 
-def slurm_script(job: Job) -> str:
+def slurm_script(job: jobs.Job) -> str:
     """A script for sbatch. What follows its options runs on the job's first node."""
-    lines = environment_lines(job)
+    lines = jobs.environment_lines(job)
     if job.launcher in ("srun", "torchrun"):
         lines.append('export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"  # srun does not take it from sbatch')
     if job.launcher == "torchrun" and job.nodes > 1:
@@ -64,12 +54,12 @@ def slurm_script(job: Job) -> str:
             'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "port=$((20000 + SLURM_JOB_ID % 20000))  # jobs on the same node need different ports",
         ]
-    lines += doctor_lines(job)
-    run = command(job)
+    lines += jobs.doctor_lines(job)
+    run = jobs.command(job)
     if job.survives_nodes:
         lines += ["", *agent_lines(job)]
         run = f"srun --no-kill --ntasks={job.nodes} --ntasks-per-node=1 bash -c agent"
-    lines += ["", *background_lines(job, run, before_limit="USR1", cancelled="TERM"), ""]
+    lines += ["", *jobs.background_lines(job, run, before_limit="USR1", cancelled="TERM"), ""]
     if job.survives_nodes:
         lines += ['rm -f "$ended"']
     if job.requeue:
@@ -77,7 +67,7 @@ def slurm_script(job: Job) -> str:
     return _script(job, slurm_head(job), lines)
 
 
-def agent_lines(job: Job) -> list[str]:
+def agent_lines(job: jobs.Job) -> list[str]:
     """A shell function that runs on every node of a job that continues without lost nodes.
 
     If the first node is lost, so are the script and the rendezvous of torchrun's agents. Because of --no-kill, Slurm would keep
@@ -88,7 +78,7 @@ def agent_lines(job: Job) -> list[str]:
         'export master port ended=".ended-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         "agent() {  # on every node",
         "    trap : TERM  # torchrun gets it, too",
-        "    " + command(job).replace("\n", "\n    "),
+        "    " + jobs.command(job).replace("\n", "\n    "),
         "    status=$?",
         '    [ "$SLURM_NODEID" != 0 ] || touch "$ended"',
         '    while [ $status != 0 ] && [ ! -e "$ended" ]; do  # the first node still runs, or is lost with the script',
@@ -101,7 +91,7 @@ def agent_lines(job: Job) -> list[str]:
     ]
 
 
-def sge_head(job: Job) -> list[str]:
+def sge_head(job: jobs.Job) -> list[str]:
     """The options for qsub. Resources are per slot, which is a core."""
     lines = ["#$ -S /bin/bash", f"#$ -N {job.name}", f"#$ -wd {option_text(job.folder)}"]
     lines += ["#$ -j y", f"#$ -o {option_text(f'{job.output}/')}"]
@@ -109,7 +99,7 @@ def sge_head(job: Job) -> list[str]:
         lines += [f"# A slot is a core: {job.slots} for each host.", f"#$ -pe {job.parallel_environment} {job.nodes * job.slots}"]
     if job.seconds:
         soft = max(60, job.seconds - job.stop_before)
-        lines += ["# SIGUSR1 comes at s_rt:", f"#$ -l h_rt={clock(job.seconds)} -l s_rt={clock(soft)}"]
+        lines += ["# SIGUSR1 comes at s_rt:", f"#$ -l h_rt={jobs.clock(job.seconds)} -l s_rt={jobs.clock(soft)}"]
     if job.gpus_per_node:
         per_slot, rest = divmod(job.gpus_per_node, job.slots)
         # A request per slot cannot be a fraction.
@@ -117,9 +107,9 @@ def sge_head(job: Job) -> list[str]:
         what = shared if rest else "For each slot"
         lines += [f"# {what}:", f"#$ -l gpu={job.gpus_per_node if rest else per_slot}"]
     if job.memory:
-        share = -(-job.memory // job.slots)
-        lines += [f"# For each slot, {memory_text(job.memory)} for each host; mapped HDF files and CUDA's address space count:"]
-        lines += [f"#$ -l h_vmem={memory_text(share)}"]
+        text, share = jobs.memory_text(job.memory), jobs.memory_text(-(-job.memory // job.slots))
+        lines += [f"# For each slot, {text} for each host; mapped HDF files and CUDA's address space count:"]
+        lines += [f"#$ -l h_vmem={share}"]
     if job.queue:
         lines.append(f"#$ -q {option_text(job.queue)}")
     if job.account:
@@ -131,37 +121,37 @@ def sge_head(job: Job) -> list[str]:
     return [*lines, *(f"#$ {option}" for option in job.options)]
 
 
-def sge_script(job: Job) -> str:
+def sge_script(job: jobs.Job) -> str:
     """A script for qsub. What follows its options runs on the job's first host; an Open MPI with support for SGE gets the hosts
     from SGE."""
-    lines = [*environment_lines(job), *doctor_lines(job)]
+    lines = [*jobs.environment_lines(job), *jobs.doctor_lines(job)]
     lines += ["", "set -m  # the training is a separate process group: SGE signals only this script, which passes signals on"]
-    lines += [*background_lines(job, command(job), before_limit="USR1", cancelled="USR2 TERM"), ""]
+    lines += [*jobs.background_lines(job, jobs.command(job), before_limit="USR1", cancelled="USR2 TERM"), ""]
     if job.requeue:
         lines += _if_stopped(f"exit {RESCHEDULE}  # SGE puts the job back into the queue; training continues where it stopped")
     return _script(job, sge_head(job), lines)
 
 
-def pbs_script(job: Job) -> str:
+def pbs_script(job: jobs.Job) -> str:
     """A script for qsub of PBS Pro or OpenPBS. A chunk of `select` is a host; -k oed writes the log while the job runs."""
     chunk = [f"{job.nodes}:ncpus={job.cores}:mpiprocs={job.tasks_per_node}"]
     chunk += [f"ngpus={job.gpus_per_node}"] if job.gpus_per_node else []
-    chunk += [f"mem={memory_text(job.memory, 'gb', 'mb')}"] if job.memory else []
+    chunk += [f"mem={jobs.memory_text(job.memory, 'gb', 'mb')}"] if job.memory else []
     head = ["#PBS -S /bin/bash", f"#PBS -N {job.name}", f"#PBS -l select={':'.join(chunk)}"]
     head += ["#PBS -l place=scatter"] if job.nodes > 1 else []
-    head += [f"#PBS -l walltime={clock(job.seconds)}"] if job.seconds else []
+    head += [f"#PBS -l walltime={jobs.clock(job.seconds)}"] if job.seconds else []
     head += [f"#PBS -q {option_text(job.queue)}"] if job.queue else []
     head += [f"#PBS -A {option_text(job.account)}"] if job.account else []
     head += [f"#PBS -o {option_text(f'{job.output}/')}", "#PBS -j oe", "#PBS -k oed"]
     head += [f"#PBS -J 1-{len(job.runs)}"] if job.runs else []
     # PBS refuses an array that must not be restarted after the loss of a host.
     head += [f"#PBS -r {'y' if job.requeue or job.runs else 'n'}", *(f"#PBS {option}" for option in job.options)]
-    lines, hosts = environment_lines(job), _hosts_of(job, "$PBS_NODEFILE")
+    lines, hosts = jobs.environment_lines(job), _hosts_of(job, "$PBS_NODEFILE")
     if hosts:
         lines += ["# For an Open MPI without PBS's tm, which starts the ranks over ssh:", hosts]
     run, doctor = _with_hosts(job, hosts)
     # PBS sends no signal before the limit, and only 10 s remain after it.
-    lines += [*doctor, "", *background_lines(job, run, before_limit="USR1", cancelled="TERM", timer=True), ""]
+    lines += [*doctor, "", *jobs.background_lines(job, run, before_limit="USR1", cancelled="TERM", timer=True), ""]
     if job.requeue:
         lines += _if_stopped(
             'qsub "$0"  # a job may not requeue itself, so it submits itself; training continues where it stopped'
@@ -169,44 +159,44 @@ def pbs_script(job: Job) -> str:
     return _script(job, head, lines)
 
 
-def lsf_script(job: Job) -> str:
+def lsf_script(job: jobs.Job) -> str:
     """A script for bsub. A slot (-n; ptile: per host) is a core. A job that ends with the status of -Q is requeued."""
     head = [f'#BSUB -J "{job.name}[1-{len(job.runs)}]"' if job.runs else f"#BSUB -J {job.name}"]
     head += [f"#BSUB -n {job.nodes * job.slots}"]
     head += [f'#BSUB -R "span[ptile={job.slots}]"']
-    head += [f'#BSUB -R "rusage[mem={memory_text(job.memory, "GB", "MB")}/host]"'] if job.memory else []
+    head += [f'#BSUB -R "rusage[mem={jobs.memory_text(job.memory, "GB", "MB")}/host]"'] if job.memory else []
     head += [f'#BSUB -gpu "num={job.gpus_per_node}/host:j_exclusive=yes"'] if job.gpus_per_node else []
-    head += [f"#BSUB -W {clock(job.seconds + 59)[:-3]}"] if job.seconds else []
+    head += [f"#BSUB -W {jobs.clock(job.seconds + 59)[:-3]}"] if job.seconds else []
     head += [f"#BSUB -q {option_text(job.queue)}"] if job.queue else []
     head += [f"#BSUB -P {option_text(job.account)}"] if job.account else []
     number = "%J-%I" if job.runs else "%J"
     head += [f"#BSUB -o {option_text(f'{job.output}/{job.name}-{number}.out')}"]
-    head += ["#BSUB -r", f'#BSUB -Q "{STOPPED}"'] if job.requeue else []
+    head += ["#BSUB -r", f'#BSUB -Q "{jobs.STOPPED}"'] if job.requeue else []
     head += [f"#BSUB {option}" for option in job.options]
-    lines, hosts = environment_lines(job), _hosts_of(job, "$LSB_DJOB_HOSTFILE")
+    lines, hosts = jobs.environment_lines(job), _hosts_of(job, "$LSB_DJOB_HOSTFILE")
     if hosts:
         lines += ["# For an Open MPI without LSF's support:", AGENT, hosts]
     run, doctor = _with_hosts(job, hosts)
-    lines += [*doctor, "", *background_lines(job, run, before_limit="USR1", cancelled="TERM INT", timer=True), ""]
+    lines += [*doctor, "", *jobs.background_lines(job, run, before_limit="USR1", cancelled="TERM INT", timer=True), ""]
     if job.requeue:
-        lines += [f"if [ $status = {STOPPED} ] && [ $cancelled = yes ]; then status=143; fi  # or LSF would requeue it"]
+        lines += [f"if [ $status = {jobs.STOPPED} ] && [ $cancelled = yes ]; then status=143; fi  # or LSF would requeue it"]
     return _script(job, head, lines)
 
 
-def _hosts_of(job: Job, file: str) -> str:
+def _hosts_of(job: jobs.Job, file: str) -> str:
     """A line that sets $hosts to host:ranks,... from a scheduler's file with a line per slot; '' if there is only one host."""
     if job.nodes == 1 or job.launcher != "mpirun":
         return ""
     return f"hosts=$(sort -u \"{file}\" | sed 's/$/:{job.tasks_per_node}/' | paste -sd, -)"
 
 
-def _with_hosts(job: Job, hosts: str) -> tuple[str, list[str]]:
+def _with_hosts(job: jobs.Job, hosts: str) -> tuple[str, list[str]]:
     """The training command and the lines that run the doctor, on $hosts if it is set."""
     named = ['"$hosts"'] if hosts else []
-    return command(job, named), doctor_lines(job, named)
+    return jobs.command(job, named), jobs.doctor_lines(job, named)
 
 
-def _array_problems(job: Job) -> list[Problem]:
+def _array_problems(job: jobs.Job) -> list[Problem]:
     if job.runs and job.requeue:
         return problem(
             "conflict", "--sweep: expected --no-requeue with pbs, where a job of an array cannot resubmit itself, got none"
@@ -214,39 +204,39 @@ def _array_problems(job: Job) -> list[Problem]:
     return []
 
 
-def plain_script(job: Job) -> str:
+def plain_script(job: jobs.Job) -> str:
     """A script for bash, to run on one of the hosts or on a host that can reach them over ssh."""
     hosts = [f"{host}:{job.tasks_per_node}" for host in job.hosts]
-    body = [*environment_lines(job), *doctor_lines(job, hosts), ""]
-    body += [*background_lines(job, command(job, hosts), before_limit="USR1 TERM INT", cancelled=""), ""]
+    body = [*jobs.environment_lines(job), *jobs.doctor_lines(job, hosts), ""]
+    body += [*jobs.background_lines(job, jobs.command(job, hosts), before_limit="USR1 TERM INT", cancelled=""), ""]
     return _script(job, [], body)
 
 
-def _host_problems(job: Job) -> list[Problem]:
+def _host_problems(job: jobs.Job) -> list[Problem]:
     if job.nodes == 1 or len(job.hosts) == job.nodes:
         return []
     return problem("missing", f"--hosts: expected the names of {job.nodes} hosts, got {','.join(job.hosts) or 'none'}")
 
 
-def _script(job: Job, head: Sequence[str], body: Sequence[str]) -> str:
+def _script(job: jobs.Job, head: Sequence[str], body: Sequence[str]) -> str:
     """The complete script. A scheduler reads its options from the comments before the first command."""
     return "\n".join(["#!/bin/bash", *head, *([""] if head else []), f"# {job.written_by}", "", *body, "exit $status"]) + "\n"
 
 
 def _if_stopped(then: str) -> list[str]:
     """Lines that run a command if the training stopped because of its time limit and was not cancelled."""
-    return [f"if [ $status = {STOPPED} ] && [ $cancelled = no ]; then", f"    {then}", "fi"]
+    return [f"if [ $status = {jobs.STOPPED} ] && [ $cancelled = no ]; then", f"    {then}", "fi"]
 
 
-SCHEDULERS: Registry[Scheduler] = Registry(
+SCHEDULERS: Registry[jobs.Scheduler] = Registry(
     "schedulers",
     {
         scheduler.name: scheduler
         for scheduler in (
-            Scheduler(
+            jobs.Scheduler(
                 name="slurm", write=slurm_script, submit=("sbatch",), array_index=("SLURM_ARRAY_TASK_ID", 1), has_srun=True
             ),
-            Scheduler(
+            jobs.Scheduler(
                 name="sge",
                 write=sge_script,
                 submit=("qsub",),
@@ -255,12 +245,12 @@ SCHEDULERS: Registry[Scheduler] = Registry(
                 cores=1,  # a rank is one slot, unless more are requested
                 slots_are_cores=True,
             ),
-            Scheduler(
+            jobs.Scheduler(
                 name="pbs", write=pbs_script, submit=("qsub",), problems=_array_problems, array_index=("PBS_ARRAY_INDEX", 1)
             ),
-            Scheduler(name="lsf", write=lsf_script, submit=("bsub",), array_index=("LSB_JOBINDEX", 1), slots_are_cores=True),
+            jobs.Scheduler(name="lsf", write=lsf_script, submit=("bsub",), array_index=("LSB_JOBINDEX", 1), slots_are_cores=True),
             KUBERNETES,
-            Scheduler(
+            jobs.Scheduler(
                 name="mpi",
                 write=plain_script,
                 submit=("bash",),

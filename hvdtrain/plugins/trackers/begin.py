@@ -10,17 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hvdtrain.config.references import as_function
+from hvdtrain.plugins.trackers import receivers
 from hvdtrain.plugins.trackers.keys import TrackerKeys
 from hvdtrain.plugins.trackers.metrics_file import MetricsFile
-from hvdtrain.plugins.trackers.receivers import (
-    PATIENCE,
-    BackgroundTracker,
-    BestEffortReporter,
-    RunIds,
-    TensorBoard,
-    TrackEpoch,
-    write_artifacts,
-)
 from hvdtrain.plugins.trackers.services import ARTIFACTS, RunDescription, config_values, git_state
 from hvdtrain.report.ends import Status
 from hvdtrain.report.epoch import Reporter
@@ -38,14 +30,14 @@ def open_trackers(settings: Settings, session: Session, start: Start) -> Iterato
     """The receivers of reports that the config asks for, which end with the block."""
     keys = settings.of(TrackerKeys)
     trackers: list[Reporter] = []
-    boards: list[TensorBoard] = []
+    boards: list[receivers.TensorBoard] = []
     if keys.writes_tensorboard:
         parameters = session.learner.state.named_parameters if keys.tensorboard_histograms else None
-        boards.append(TensorBoard(settings.records / "tensorboard", session.progress.step, parameters))
+        boards.append(receivers.TensorBoard(settings.records / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(keys.track_epoch, "track_epoch")
     if track_epoch is not None:
-        trackers.append(BestEffortReporter("track_epoch", TrackEpoch(track_epoch)))
-    tolerant = [BestEffortReporter("use_tensorboard", board) for board in boards]
+        trackers.append(receivers.BestEffortReporter("track_epoch", receivers.TrackEpoch(track_epoch)))
+    tolerant = [receivers.BestEffortReporter("use_tensorboard", board) for board in boards]
     with _open_services(settings, keys, session, start) as services:
         yield Reporters(
             services,
@@ -56,7 +48,9 @@ def open_trackers(settings: Settings, session: Session, start: Start) -> Iterato
 
 
 @contextmanager
-def _open_services(settings: Settings, keys: TrackerKeys, session: Session, start: Start) -> Iterator[list[BackgroundTracker]]:
+def _open_services(
+    settings: Settings, keys: TrackerKeys, session: Session, start: Start
+) -> Iterator[list[receivers.BackgroundTracker]]:
     services, metrics_file = keys.factories, keys.metrics_file
     if not services and metrics_file is None:
         yield []
@@ -65,12 +59,12 @@ def _open_services(settings: Settings, keys: TrackerKeys, session: Session, star
         log.warning("trackers: no report page will be kept with the run, since plotly is not installed (pip install plotly)")
     folder, progress = settings.records.absolute(), session.progress
     name = models_of(folder).name if folder == models_of(folder) else f"{models_of(folder).name}/{Path(settings.run.model).name}"
-    ids = RunIds(folder)
+    ids = receivers.RunIds(folder)
     known = ids.read() if progress.step else {}  # a training that starts from scratch is a new run
     git = git_state(settings.files[0].absolute().parent if settings.files else folder) if services else {}
-    trackers: list[BackgroundTracker] = []
+    trackers: list[receivers.BackgroundTracker] = []
 
-    def begin(tracker: BackgroundTracker, run: RunDescription) -> None:
+    def begin(tracker: receivers.BackgroundTracker, run: RunDescription) -> None:
         tracker.begin(run)
         trackers.append(tracker)
 
@@ -81,10 +75,10 @@ def _open_services(settings: Settings, keys: TrackerKeys, session: Session, star
             label = service.label if is_first else f"{service.label} ({number})"
             config = config_values(start.settings)
             run = RunDescription(name, folder, known.get(label), progress.step, config, git, start)
-            begin(BackgroundTracker(label, service.make, partial(ids.store, label)), run)
+            begin(receivers.BackgroundTracker(label, service.make, partial(ids.store, label)), run)
         if metrics_file is not None:
             run = RunDescription(name, folder, None, progress.step, {}, {}, start)
-            begin(BackgroundTracker("metrics_file", lambda: MetricsFile(Path(metrics_file))), run)
+            begin(receivers.BackgroundTracker("metrics_file", lambda: MetricsFile(Path(metrics_file))), run)
         yield trackers
         status = "finished"
     except Stopped:
@@ -93,12 +87,12 @@ def _open_services(settings: Settings, keys: TrackerKeys, session: Session, star
     finally:
         session.watchdog.beat("waiting for the trackers", "unhurried")
         is_page_due = bool(services) and status in ("finished", "stopped")
-        files = write_artifacts(folder, status) if is_page_due else {}
+        files = receivers.write_artifacts(folder, status) if is_page_due else {}
         if keys.track_best_model and is_page_due and (model := _best_model(settings, session)) is not None:
             files = {**files, "model": model}
         for tracker in trackers:
             tracker.request_end(status, files)
-        deadline = time.monotonic() + (FOR_MODELS if "model" in files else PATIENCE[status])
+        deadline = time.monotonic() + (FOR_MODELS if "model" in files else receivers.PATIENCE[status])
         for tracker in trackers:
             tracker.wait(deadline - time.monotonic())
 

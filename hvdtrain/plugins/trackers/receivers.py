@@ -277,26 +277,26 @@ class TensorBoard:
             # What an earlier run wrote from this step on is hidden: the last epoch, at `step`, is not repeated.
             Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)),
         ]
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
-        self._path = folder / name
+        self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.0"
 
     def epoch(self, report: EpochReport) -> None:
         numbers = metrics(report)
         for rank, seconds in enumerate(report.seconds) if len(report.seconds) <= FEW_RANKS else ():
             numbers |= {f"time of rank {rank}/{name}": value for name, value in seconds.items()}
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        values = self._values(numbers)
         for name, array in self._parameters() if self._parameters is not None else ():
             if (counts := histogram(array)) is not None:
                 values.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**counts)))
         self._write(report.global_step, values)
 
     def step(self, record: StepRecord) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in step_metrics(record).items()]
-        self._write(record.global_step, values)
+        self._write(record.global_step, self._values(step_metrics(record)))
 
     def evaluation(self, report: EvaluationReport) -> None:
-        numbers = evaluation_metrics(report)
-        self._write(report.global_step, [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()])
+        self._write(report.global_step, self._values(evaluation_metrics(report)))
+
+    def _values(self, numbers: Mapping[str, float]) -> list[Any]:
+        return [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
 
     def _write(self, step: int, values: Sequence[Any]) -> None:
         event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))

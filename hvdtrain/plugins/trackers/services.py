@@ -51,13 +51,14 @@ class RunDescription:
     def facts(self) -> dict[str, Any]:
         """Facts about the run that are not in its config."""
         start = self.start
-        facts = {
+        return {
             "git": dict(self.git),
             "hosts": _host_lines(start),
             "num_ranks": len(start.hosts),
             "num_parameters": start.num_parameters,
+            "command": start.command,
+            "versions": dict(start.versions),
         }
-        return {**facts, "command": start.command, "versions": dict(start.versions)}
 
 
 def _host_lines(start: Start) -> list[str]:
@@ -157,6 +158,10 @@ class Wandb:
         self._run.finish(exit_code=1 if status == "failed" else 0)
 
 
+MLFLOW_BATCH = 100
+"""The most entries that MLflow accepts in one call."""
+
+
 class MLflow:
     """MLflow, or Databricks.
 
@@ -197,15 +202,15 @@ class MLflow:
         known = self._client.get_run(self._id).data.params
         wanted = {_mlflow_name(name): str(value)[:6000] for name, value in _flat({**run.config, **run.facts})}
         params = [mlflow.entities.Param(name, value) for name, value in wanted.items() if name not in known]
-        changed = {
-            name: value for name, value in wanted.items() if known.get(name, value) != value
-        }  # MLflow's params cannot be changed
+        changed = {name: value for name, value in wanted.items() if known.get(name, value) != value}  # params cannot be changed
         tags = [mlflow.entities.RunTag(f"resumed.{name}", value) for name, value in changed.items()]
-        for batch in _batches(params):
-            self._client.log_batch(self._id, params=batch)
-        for batch in _batches(tags):
-            self._client.log_batch(self._id, tags=batch)
+        self._log(params=params, tags=tags)
         return self._id
+
+    def _log(self, **entries: Sequence[Any]) -> None:
+        for kind, listed in entries.items():
+            for first in range(0, len(listed), MLFLOW_BATCH):
+                self._client.log_batch(self._id, **{kind: listed[first : first + MLFLOW_BATCH]})
 
     @property
     def place(self) -> str:
@@ -243,8 +248,7 @@ class MLflow:
 
         now = int(time.time() * 1000)
         metrics = [Metric(_mlflow_name(name), float(value), now, step) for name, value in {"epoch": epoch, **numbers}.items()]
-        for batch in _batches(metrics):
-            self._client.log_batch(self._id, metrics=batch)
+        self._log(metrics=metrics)
 
     log_steps = log_epoch
 
@@ -253,11 +257,6 @@ class MLflow:
 
     def end(self, status: Status) -> None:
         self._client.set_terminated(self._id, self.STATUS[status])
-
-
-def _batches(entries: Sequence[Any], size: int = 100) -> Iterator[Sequence[Any]]:
-    """Split entries into batches of at most the size that MLflow accepts in one call."""
-    return (entries[first : first + size] for first in range(0, len(entries), size))
 
 
 def _mlflow_name(name: str) -> str:

@@ -152,12 +152,8 @@ class Search:
         costs = costs_of(keys, lengths)
         if costs is not None:
             return max(1, int(costs.max()) + 1)
-        named = (
-            lengths
-            if isinstance(self._limit.value, int)
-            else {name: lengths[name] for name in self._limit.value if name in lengths}
-        )
-        return max(1, *(int(column.max()) for column in named.values()))
+        names = lengths if isinstance(self._limit.value, int) else self._limit.value
+        return max(1, *(int(lengths[name].max()) for name in names if name in lengths))
 
     def _with(self, number: int) -> Feed:
         return replace(self._feed, batch_keys=replace(self._feed.batch_keys, **{self._limit.name: self._limit.at(number)}))

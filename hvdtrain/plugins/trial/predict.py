@@ -164,12 +164,12 @@ def predict(measured: Measurement, work: Mapping[int, Work], placements: Sequenc
         work: the epoch by number of ranks, including one rank.
     """
     alone = _predict(measured, work[1], Placement(1, 1), METHODS[0])
-    predictions = []
-    for placement in placements:
-        for method in METHODS if placement.ranks > 1 else METHODS[:1]:
-            prediction = _predict(measured, work[placement.ranks], placement, method)
-            predictions.append(replace(prediction, speed_up=prediction.rate / alone.rate))
-    return predictions
+    predictions = [
+        _predict(measured, work[placement.ranks], placement, method)
+        for placement in placements
+        for method in (METHODS if placement.ranks > 1 else METHODS[:1])
+    ]
+    return [replace(prediction, speed_up=prediction.rate / alone.rate) for prediction in predictions]
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
@@ -205,11 +205,6 @@ def _predict(measured: Measurement, work: Work, placement: Placement, method: Me
         rate=0.0,
     )
     return replace(prediction, rate=work.num_sequences / (rounds * prediction.seconds))
-
-
-def is_extrapolated(measured: Measurement, placement: Placement) -> bool:
-    """Whether a prediction is for more ranks than were measured."""
-    return placement.ranks > measured.size
 
 
 def slowdown(measured: Measurement, per_host: int) -> float:
@@ -270,9 +265,8 @@ def exchange_wait(measured: Measurement, ranks: int, method: Method, computing: 
 def gradient_exchange_seconds(measured: Measurement, exchange: Exchange, ranks: int) -> float:
     """The seconds of the all-reduce of all gradients, message after message, while nothing else is computed or sent."""
     messages = measured.parameters / exchange.bucket_bytes
-    return all_reduce_seconds(
-        exchange, measured.size, ranks, math.ceil(messages), messages * (exchange.bucket_seconds - exchange.latency)
-    )
+    moving = messages * (exchange.bucket_seconds - exchange.latency)
+    return all_reduce_seconds(exchange, measured.size, ranks, math.ceil(messages), moving)
 
 
 def all_reduce_seconds(exchange: Exchange, measured_ranks: int, ranks: int, messages: int, moving: float) -> float:

@@ -23,19 +23,8 @@ from hvdtrain.errors import DataError
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import steps_per_update
+from hvdtrain.plugins.trial import predict
 from hvdtrain.plugins.trial.keys import Placement
-from hvdtrain.plugins.trial.predict import (
-    NEARLY_AS_FAST,
-    Exchange,
-    Measurement,
-    Prediction,
-    Work,
-    best,
-    gradient_exchange_seconds,
-    is_extrapolated,
-    predict,
-    slowdown,
-)
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session
 from hvdtrain.training.agreement import plan_together
@@ -79,7 +68,7 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
         measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
         if comm.size > 1:
             exchange = _exchange(comm, settings, alone.learner)
-            travel = gradient_exchange_seconds(measured, exchange, comm.size)
+            travel = predict.gradient_exchange_seconds(measured, exchange, comm.size)
             waited = _waiting_share(seconds[0][..., few], seconds[1], travel)
             measured = replace(measured, exchange=replace(exchange, waited=waited))
 
@@ -92,18 +81,18 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
                 except DataError as error:
                     impossible.append(f"{ranks} ranks: not predicted, as such a training would end with: {error}")
             possible = [placement for placement in placements if placement.ranks in work]
-            return lines(measured, predict(measured, work, possible)) + impossible
+            return lines(measured, predict.predict(measured, work, possible)) + impossible
 
         return on_rank_zero(comm, prediction_lines, name="doctor.predicted")
 
 
 def _computing(
     comm: Communicator, settings: Settings, learner: Learner, costs: Array, seconds: Array, reading_per_frame: float
-) -> Measurement:
+) -> predict.Measurement:
     """Collective. Everything but the exchange."""
     fixed, per_frame, jitter, slow_rank = fit(costs, seconds)
     fixed_threads = this_process.environment().get("OMP_NUM_THREADS", "")
-    return Measurement(
+    return predict.Measurement(
         size=comm.size,
         per_host=comm.local_size,
         hosts=len(set(comm.gather(socket.gethostname(), name="doctor.hosts"))),
@@ -121,13 +110,13 @@ def _computing(
     )
 
 
-def _exchange(comm: Communicator, settings: Settings, learner: Learner) -> Exchange:
+def _exchange(comm: Communicator, settings: Settings, learner: Learner) -> predict.Exchange:
     """Collective. The all-reduces, with nothing else going on."""
     tensors = FRAMEWORKS[settings.run.backend].tensors
     parameters = parameters_of(learner)
     bucket_bytes = comm.bucket_bytes(learner.meter.peak_memory() is not None)
     few, bucket = (tensors.zeros(size // 4, comm.local_rank) for size in (SMALL, bucket_bytes))
-    return Exchange(
+    return predict.Exchange(
         latency=all_reduce_seconds(comm, tensors, lambda: [few], "doctor.small"),
         bucket_bytes=bucket_bytes,
         bucket_seconds=all_reduce_seconds(comm, tensors, lambda: [bucket], "doctor.bucket"),
@@ -141,12 +130,12 @@ def _costs(feed: Feed, plan: Plan) -> Array:
     return numpy.asarray(numpy.sum(list(plan.padded(feed.lengths_in(1)).values()), axis=0))
 
 
-def _work(settings: Settings, feed: Feed, plan: Plan, ranks: int) -> Work:
+def _work(settings: Settings, feed: Feed, plan: Plan, ranks: int) -> predict.Work:
     """The first epoch on a number of ranks. Raises: DataError, if there are more of them than sequences in a batch of all."""
     keys = settings.batch
     if keys.batch_size_total is not None or keys.max_seqs_total is not None:
         plan = replace(feed, batch_keys=keys.per_rank(ranks).training_keys()).plan(1)
-    return Work(_costs(feed, plan), feed.sequences_among(plan.order))
+    return predict.Work(_costs(feed, plan), feed.sequences_among(plan.order))
 
 
 def spread(costs: Array, count: int) -> list[int]:
@@ -236,12 +225,12 @@ def _waiting_share(alone: Array, together: Array, travel: float) -> float:
     return max(0.0, float(numpy.median(together.mean(axis=0) - alone.max(axis=0))) / max(travel, 1e-9))
 
 
-def lines(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]:
+def lines(measured: predict.Measurement, predictions: Sequence[predict.Prediction]) -> list[str]:
     """The measurement, a table of the predictions, and conclusions from it."""
     names = f"{'sequences/s':>11} {'speed-up':>8} {'step':>9} {'stragglers':>10} {'network':>8}"
     table = [f"{'ranks':>8}  {'method':<14} {names}  limited by"]
     for row in predictions:
-        mark = "*" if is_extrapolated(measured, row.placement) else " "
+        mark = "*" if row.placement.ranks > measured.size else " "
         network = "unknown" if row.network is None else f"{row.network / row.seconds:.0%}"
         table.append(
             f"{row.placement!s:>7}{mark}  {row.method!s:<14} {row.rate:>11.4g} {row.speed_up:>8.3g} {1e3 * row.seconds:>6.4g} ms "
@@ -249,7 +238,7 @@ def lines(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]
         )
     lines = _measured_lines(measured) + (table if predictions else [])
     for placement in dict.fromkeys(row.placement for row in predictions):
-        chosen = best([row for row in predictions if row.placement == placement])
+        chosen = predict.best([row for row in predictions if row.placement == placement])
         if placement.ranks > 1:
             speed = f"{chosen.speed_up:.3g} times the speed of one rank"
             lines.append(f"{placement} ranks: {chosen.method} is as fast as any: {speed}, limited by {chosen.limit}")
@@ -260,7 +249,7 @@ def _ranks(number: int) -> str:
     return f"{number} rank{'s' if number > 1 else ''}"
 
 
-def _measured_lines(measured: Measurement) -> list[str]:
+def _measured_lines(measured: predict.Measurement) -> list[str]:
     hosts = f"{measured.hosts} host{'s' if measured.hosts > 1 else ''} of {measured.cores} cores"
     slow = f", every one {1e3 * measured.slow_rank:.3g} ms longer on the slowest rank" if measured.slow_rank else ""
     text = [
@@ -270,7 +259,7 @@ def _measured_lines(measured: Measurement) -> list[str]:
         f"reading takes {1e6 * measured.reading_per_frame:.2g} us for each"
     ]
     if (exchange := measured.exchange) is not None:
-        alone = gradient_exchange_seconds(measured, exchange, measured.size)
+        alone = predict.gradient_exchange_seconds(measured, exchange, measured.size)
         text.append(
             f"all-reduce: {1e6 * exchange.latency:.0f} us for a few bytes, {1e3 * exchange.bucket_seconds:.3g} ms for "
             f"{size_text(exchange.bucket_bytes)}; {size_text(measured.parameters)} of gradients travel in {1e3 * alone:.3g} ms "
@@ -281,8 +270,8 @@ def _measured_lines(measured: Measurement) -> list[str]:
 
 
 METHOD_NOTES = (
-    f"as fast as any: trains at least {NEARLY_AS_FAST:.0%} of the sequences per second of the fastest method; of several such "
-    "methods, the one that exchanges most often",
+    f"as fast as any: trains at least {predict.NEARLY_AS_FAST:.0%} of the sequences per second of the fastest method; of several "
+    "such methods, the one that exchanges most often",
     "grad: the ranks average gradients in every update, so they train as one rank does with the batches of all",
     "param, H = 16: each rank updates its model by itself, and the ranks average their parameters after every 16 updates "
     "(horovod_reduce_type = 'param', horovod_param_sync_step = 16); this trains differently from grad, and only a training shows "
@@ -291,10 +280,10 @@ METHOD_NOTES = (
 """What the names of the methods mean, and what is compared."""
 
 
-def _notes(measured: Measurement, predictions: Sequence[Prediction]) -> list[str]:
+def _notes(measured: predict.Measurement, predictions: Sequence[predict.Prediction]) -> list[str]:
     notes = list(METHOD_NOTES) if any(prediction.placement.ranks > 1 for prediction in predictions) else []
     placements = [prediction.placement for prediction in predictions]
-    if any(is_extrapolated(measured, placement) for placement in placements):
+    if any(placement.ranks > measured.size for placement in placements):
         notes.append(f"* extrapolated from {_ranks(measured.size)}, by the formulas in docs/performance.md")
     several = any(placement.ranks > (placement.per_host or measured.per_host) for placement in placements)
     if measured.exchange is None:
@@ -304,7 +293,8 @@ def _notes(measured: Measurement, predictions: Sequence[Prediction]) -> list[str
             )
     elif several and measured.hosts == 1:
         notes.append("all measured ranks are on one host: between hosts, the network will be slower than this")
-    if measured.on_cpu and any(slowdown(measured, placement.per_host or measured.per_host) > 1 for placement in placements):
+    per_host = [placement.per_host or measured.per_host for placement in placements]
+    if measured.on_cpu and any(predict.slowdown(measured, ranks) > 1 for ranks in per_host):
         notes.append(
             f"ranks that have a smaller share of a host's {measured.cores} cores than these compute that much more slowly"
         )

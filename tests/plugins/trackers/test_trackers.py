@@ -40,7 +40,7 @@ def config_with(folder: Path, code: str) -> Path:
 def _patient() -> Iterator[None]:
     """However busy the machine is: no tracker is left behind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hvdtrain.plugins.trackers.begin.PATIENCE", {"finished": 600.0, "stopped": 600.0, "failed": 600.0})
+        patch.setattr("hvdtrain.plugins.trackers.receivers.PATIENCE", {"finished": 600.0, "stopped": 600.0, "failed": 600.0})
         yield
 
 

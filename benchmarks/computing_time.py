@@ -19,7 +19,7 @@ from measuring import ROOT, machine
 
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.plugins.hdf_tools.dump import dump
-from hvdtrain.plugins.hdf_tools.peers import SinglePeer
+from hvdtrain.plugins.hdf_tools.peers import Peers
 from hvdtrain.plugins.hdf_tools.sources import Selection
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
@@ -49,7 +49,7 @@ def main() -> int:
         if options.words:
             source, problems = parse("train", str(options.data), {})
             assert source is not None, problems
-            dump(source, folder / "words.hdf", Selection(end=options.words - 1), SinglePeer())
+            dump(source, folder / "words.hdf", Selection(end=options.words - 1), Peers())
             keys = {"train.files": str(folder / "words.hdf"), "max_seqs": str(256 // options.ranks), "log": "None"}
             train(options, "g2p", [ROOT / "configs/g2p.py"], folder, {**keys, "dev": "None", "eval": "None"})
     print(machine())

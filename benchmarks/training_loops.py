@@ -51,7 +51,7 @@ from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.opening import open_dataset
 from hvdtrain.plugins.hdf_tools.dump import dump
-from hvdtrain.plugins.hdf_tools.peers import SinglePeer
+from hvdtrain.plugins.hdf_tools.peers import Peers
 from hvdtrain.plugins.hdf_tools.sources import Selection
 from hvdtrain.settings import read_settings
 
@@ -167,7 +167,7 @@ def prepare(options: argparse.Namespace, folder: Path, ranks: int, threads: int)
     if not data.exists():
         source, problems = parse("train", str(options.data), {})
         assert source is not None, problems
-        dump(source, data, Selection(end=num_sequences - 1), SinglePeer())
+        dump(source, data, Selection(end=num_sequences - 1), Peers())
     batch = options.batch // ranks
     settings = read_settings(CONFIGS, hvdtrain_keys(data, folder, batch, options.channels))
     dataset = open_dataset(settings.train)

@@ -30,7 +30,7 @@ from hvdtrain.data.types import Batch, Stream
 from hvdtrain.data.views import OneAtATime, View
 from hvdtrain.plugins.cache.budget import Budget
 from hvdtrain.plugins.hdf_tools.dump import dump
-from hvdtrain.plugins.hdf_tools.peers import SinglePeer
+from hvdtrain.plugins.hdf_tools.peers import Peers
 from hvdtrain.plugins.hdf_tools.sources import Selection
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
@@ -446,7 +446,7 @@ def test_every_way_to_read_a_source_gives_the_same(
         dataset.close()
     spec, problems = parse("train", value, {})
     assert spec is not None, problems
-    dump(spec, tmp_path / "dumped.hdf", Selection(), SinglePeer())
+    dump(spec, tmp_path / "dumped.hdf", Selection(), Peers())
     assert sorted(by_index(open_hdf([tmp_path / "dumped.hdf"]))) == sorted(expected), "dump"
 
 

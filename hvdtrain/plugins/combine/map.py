@@ -19,9 +19,8 @@ from hvdtrain.data.padding import holds
 from hvdtrain.data.randomness import EPOCH, own_numbers
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
-from hvdtrain.plugins.combine.check_steps import check_steps
-from hvdtrain.plugins.combine.keys import MapDatasetKeys, OutputKeys
-from hvdtrain.plugins.combine.selection import refuse_selection
+from hvdtrain.plugins.combine.keys import MapDatasetKeys, OutputKeys, check_steps
+from hvdtrain.plugins.combine.meta import refuse_selection
 from hvdtrain.plugins.combine.steps import Draw, Pipeline
 
 

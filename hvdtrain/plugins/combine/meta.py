@@ -15,10 +15,19 @@ from hvdtrain.data.types import Array, Padded
 from hvdtrain.data.views import ChangedSequences
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.combine.keys import MetaDatasetKeys
-from hvdtrain.plugins.combine.selection import refuse_selection
 
 TAGS_AT_ONCE = 1 << 18
 """Tags read at once: some tens of megabytes."""
+
+
+def refuse_selection(where: str, dataset: Dataset, reason: str) -> None:
+    """Raises: DataError, if a dataset selects some of its sequences for an epoch (`sampling_sizes`), where that would not count.
+
+    Args:
+        where: its config key.
+    """
+    if dataset.selected(1) is not None:
+        raise DataError(f"{where}: expected a dataset without sampling_sizes, got them ({reason})")
 
 
 def tag_blocks(dataset: Dataset, block: int = TAGS_AT_ONCE) -> Iterator[tuple[int, Array]]:

@@ -15,8 +15,8 @@ from hvdtrain.data.types import Array, Packed, Padded, Stream, UnlikeError
 from hvdtrain.data.views import OF_ANY
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.combine.keys import CombinedDatasetKeys, ConcatDatasetKeys, MixingDatasetKeys
+from hvdtrain.plugins.combine.meta import refuse_selection
 from hvdtrain.plugins.combine.mix import WeightedMix
-from hvdtrain.plugins.combine.selection import refuse_selection
 
 SEQUENCES_PER_PART = 8
 """If a batch has fewer sequences per dataset than this, they are read one by one, which is then faster."""

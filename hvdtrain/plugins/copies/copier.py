@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.comm.base import Communicator
@@ -13,7 +13,7 @@ from hvdtrain.config.keys import Sections
 from hvdtrain.data.files import parse_size, size_text
 from hvdtrain.data.remote import Copier, url_problems, without_query
 from hvdtrain.errors import Problem, problem
-from hvdtrain.plugins.copies.folder import Copies, CopyFolder, CopyReport, copy_files
+from hvdtrain.plugins.copies.folder import Copies, CopyFolder, copy_files
 from hvdtrain.plugins.copies.heartbeat import run_with_heartbeat
 from hvdtrain.plugins.copies.keys import CopyKeys
 from hvdtrain.runtime import log
@@ -75,7 +75,7 @@ def copy_data(
     log.detail(f"copying the data files to {keys.cache_dir}, where there is no copy yet ...")
     at_the_end.callback(folder.close)
     copies = run_with_heartbeat(comm, work, report, name="copy_data")
-    everywhere = comm.gather(copies.report(socket.gethostname()), name="copies")
+    everywhere = comm.gather(replace(copies, places={}), name="copies")  # these may be many
     for level, line in copy_lines(keys.cache_dir, everywhere):
         log.write(level, line)
     return copies.places
@@ -84,13 +84,13 @@ def copy_data(
 CACHE_DIR = Copier(remote_problems, copy_data)
 
 
-def copy_lines(folder: str, everywhere: Sequence[CopyReport]) -> list[tuple[int, str]]:
+def copy_lines(folder: str, everywhere: Sequence[Copies]) -> list[tuple[int, str]]:
     """Describe the copies of data files, host by host or, on many hosts, all together, and the files that could not be copied.
 
     Args:
         everywhere: by rank.
     """
-    hosts: dict[str, list[CopyReport]] = {}
+    hosts: dict[str, list[Copies]] = {}
     for report in everywhere:
         hosts.setdefault(report.host, []).append(report)
     if len(hosts) > FEW_HOSTS:

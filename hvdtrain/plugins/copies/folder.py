@@ -21,7 +21,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,9 +73,8 @@ class CopyFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = open_to_lock(self._folder / ".lock", os.O_CREAT)
             with self._hold_lock():
-                self._process_file = os.open(
-                    self._folder / self._process_name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666
-                )
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND
+                self._process_file = os.open(self._folder / self._process_name, flags, 0o666)
                 fcntl.flock(self._process_file, fcntl.LOCK_EX)
 
     def close(self) -> None:
@@ -222,7 +221,9 @@ class Copies:
     """The copies of a job's files on one host, as one process sees them.
 
     Attributes:
+        host: its name.
         places: by the path of a file in the config, the path of its copy.
+        number: the number of files that are read from copies.
         num_new: the number of copies that this process made.
         new_size: their size in bytes.
         size: the size of all copies in bytes.
@@ -230,33 +231,14 @@ class Copies:
         not_copied: by path of a file (or 'all files'), why it is read from its original path.
     """
 
+    host: str = field(default_factory=socket.gethostname)
     places: dict[str, str] = field(default_factory=dict)
+    number: int = 0
     num_new: int = 0
     new_size: int = 0
     size: int = 0
     seconds: float = 0.0
     not_copied: dict[str, str] = field(default_factory=dict)
-
-    def report(self, host: str) -> CopyReport:
-        """What the other ranks need to know: without the places, which may be many."""
-        return CopyReport(host, len(self.places), self.num_new, self.new_size, self.size, self.seconds, self.not_copied)
-
-
-@dataclass(frozen=True)
-class CopyReport:
-    """The copies on one host, as one of its processes sees them. Attributes as of `Copies`.
-
-    Attributes:
-        number: the number of files that are read from copies.
-    """
-
-    host: str
-    number: int
-    num_new: int
-    new_size: int
-    size: int
-    seconds: float
-    not_copied: Mapping[str, str]
 
 
 def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress, local_rank: int = 0, local_size: int = 1) -> Copies:
@@ -290,6 +272,7 @@ def copy_files(folder: CopyFolder, paths: Iterable[str], progress: Progress, loc
             base += copy.size
             progress(base)
             copies.places[path] = str(copy.path)
+            copies.number += 1
             copies.size += copy.size
             copies.num_new += copy.is_new
             copies.new_size += copy.size * copy.is_new

@@ -23,12 +23,11 @@ from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
-from hvdtrain.plugins.hdf_tools.compression import NAMES as COMPRESSIONS
 from hvdtrain.plugins.hdf_tools.content import check_values, slow_parts, spread, storage
 from hvdtrain.plugins.hdf_tools.dump import dump
-from hvdtrain.plugins.hdf_tools.peers import SinglePeer
+from hvdtrain.plugins.hdf_tools.peers import Peers
 from hvdtrain.plugins.hdf_tools.sources import Selection
-from hvdtrain.plugins.hdf_tools.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import COMPRESSIONS, HDFWriter
 
 EPILOG = """\
 exit status
@@ -163,7 +162,7 @@ def repack(path: Path, out: Path, compression: str | None = None, overwrite: boo
     spec, problems = parse("file", [str(path)], {})
     if spec is None:
         raise ConfigError(problems)
-    return dump(spec, out, Selection(), SinglePeer(), overwrite=overwrite, compression=compression)
+    return dump(spec, out, Selection(), Peers(), overwrite=overwrite, compression=compression)
 
 
 def _text(report: Report) -> str:

@@ -22,11 +22,10 @@ from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.remote import is_remote
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError, PeerFailure
-from hvdtrain.plugins.hdf_tools.compression import NAMES as COMPRESSIONS
 from hvdtrain.plugins.hdf_tools.counted import counted
-from hvdtrain.plugins.hdf_tools.peers import Crashed, Peers, SinglePeer, open_peers, run_on_all
+from hvdtrain.plugins.hdf_tools.peers import Crashed, Peers, open_peers, run_on_all
 from hvdtrain.plugins.hdf_tools.sources import NO_COPIES, Selection, Source, find_dataset, open_source, read_by_index
-from hvdtrain.plugins.hdf_tools.writer import HDFWriter
+from hvdtrain.plugins.hdf_tools.writer import COMPRESSIONS, HDFWriter
 from hvdtrain.runtime.bars import bars
 
 DESCRIPTION = "Convert a dataset into an HDF file in RETURNN's layout. Without --compression the file can be memory-mapped."
@@ -67,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         files = all(Path(word).exists() for word in [options.source, str(options.out), *more[:-1]])
         hint = f" (several files are written {options.source},{options.out})" if files else ""
         parser().error(f"unrecognized arguments: {' '.join(more)}{hint}")
-    peers: Peers = SinglePeer()
+    peers: Peers = Peers()
     try:
         with sigterm_as_interrupt(), ExitStack() as stack:
             peers = open_peers()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvdtrain.comm import this_process
 from hvdtrain.comm.base import together
@@ -25,55 +25,34 @@ POLL_INTERVAL = 0.005
 """Seconds between two tests of whether all ranks have reached a gather."""
 
 
-class Peers(Protocol):
-    """The ranks of a job without tensors. A single process is a job of size 1."""
-
-    rank: int
-    size: int
-
-    def gather(self, value: T, *, name: str) -> list[T]:
-        """Collective. Return every rank's picklable value, in rank order, on every rank."""
-        ...
-
-    def report_failure(self) -> None:
-        """Report to the other ranks, without waiting for them, that this rank failed."""
-        ...
-
-    def has_failed(self) -> bool:
-        """Whether another rank reported a failure. It takes about a microsecond, so it can be called for every sequence."""
-        ...
-
-    def abort(self, status: int) -> None:
-        """End all ranks at once. In a single process this does nothing, as it ends by itself."""
-        ...
-
-
-class SinglePeer:
-    """A single process: every collective is the identity."""
+class Peers:
+    """The ranks of a job without tensors. This class is a single process, a job of size 1: every collective is the identity."""
 
     rank = 0
     size = 1
 
     def gather(self, value: T, *, name: str) -> list[T]:
+        """Collective. Return every rank's picklable value, in rank order, on every rank."""
         return [value]
 
     def report_failure(self) -> None:
-        pass
+        """Report to the other ranks, without waiting for them, that this rank failed."""
 
     def has_failed(self) -> bool:
+        """Whether another rank reported a failure. It takes about a microsecond, so it can be called for every sequence."""
         return False
 
     def abort(self, status: int) -> None:
-        pass
+        """End all ranks at once. In a single process this does nothing, as it ends by itself."""
 
 
-class MPIPeers:
+class MPIPeers(Peers):
     """The ranks of an MPI job."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
-        self.rank: int = world.Get_rank()
-        self.size: int = world.Get_size()
+        self.rank = world.Get_rank()
+        self.size = world.Get_size()
 
     def gather(self, value: T, *, name: str) -> list[T]:
         # Poll, because a rank that waits inside MPI occupies a core and does not react to Ctrl-C.
@@ -103,7 +82,7 @@ def open_peers() -> Peers:
         LaunchError: there are several processes, but MPI does not connect them.
     """
     place = this_process.place()
-    return SinglePeer() if place.size == 1 else MPIPeers(world(place))
+    return Peers() if place.size == 1 else MPIPeers(world(place))
 
 
 class Crashed(HvdtrainError):

@@ -12,14 +12,22 @@ from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, get_args
 
 import h5py
 import numpy
 
+from hvdtrain.data.hdf.compression import hdf5plugin
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
-from hvdtrain.plugins.hdf_tools.compression import chunk_length, options
+
+Compression = Literal["gzip", "lzf", "zstd", "lz4", "blosc2"]
+
+COMPRESSIONS: tuple[str, ...] = get_args(Compression)
+
+LEAST, MOST = 16 << 10, 256 << 10
+"""Limits of the bytes of a chunk. Finding a smaller one costs more than reading it; of a larger one, each sequence reads too
+much."""
 
 ALIGNMENT = 64
 """Every dataset begins at a multiple of this many bytes, so that memory-mapped numbers are aligned for numpy and for cache lines.
@@ -68,10 +76,10 @@ class HDFWriter:
         self.num_frames: dict[str, int] = {}
         self._labels = {key: names for key, names in (labels or {}).items() if len(names)}
         self._dims = dict(dims or {})
-        self._storage = options(compression) if compression is not None else {}
+        self._storage = compression_options(compression) if compression is not None else {}
         self._overwrite = overwrite
         self._tags: list[bytes] = []
-        self._streams: dict[str, Numbers | Texts] = {}
+        self._streams: dict[str, Numbers] = {}
         self._failure = ""
 
     def __enter__(self) -> HDFWriter:
@@ -142,7 +150,7 @@ class HDFWriter:
         with self._readable_errors():
             for number, (key, values) in enumerate(arrays.items()):
                 file = (self.folder / str(number)).open("wb")
-                self._streams[key] = Texts(file) if values.dtype == object else Numbers(file, values)
+                self._streams[key] = (Texts if values.dtype == object else Numbers)(file, values)
 
     @contextmanager
     def _readable_errors(self) -> Iterator[None]:
@@ -210,9 +218,8 @@ class HDFWriter:
         keys = sorted(self._streams, key=lambda key: (key != "data", key))
         with h5py.File(whole, "w", alignment_threshold=1, alignment_interval=ALIGNMENT) as file:
             file["seqTags"] = numpy.array(self._tags, dtype=f"S{max(1, max(map(len, self._tags)))}")
-            file["seqLengths"] = numpy.stack(
-                [numpy.asarray(self._streams[key].lengths, dtype=numpy.int32) for key in keys], axis=1
-            )
+            lengths = [numpy.asarray(self._streams[key].lengths, dtype=numpy.int32) for key in keys]
+            file["seqLengths"] = numpy.stack(lengths, axis=1)
             for group in ("targets/data", "targets/size", "targets/labels"):
                 file.create_group(group)
             for key in keys:
@@ -223,7 +230,7 @@ class HDFWriter:
             os.fsync(written.fileno())
         os.replace(whole, self.path)
 
-    def _describe(self, file: h5py.File, key: str, stream: Numbers | Texts) -> None:
+    def _describe(self, file: h5py.File, key: str, stream: Numbers) -> None:
         """Write the dimension of a key and the names of its classes."""
         labels = self._labels.get(key, ())
         dim = stream.shape[-1] if stream.shape else len(labels) or self._dims.get(key, stream.largest + 1)
@@ -283,15 +290,8 @@ class Numbers:
                 dataset[start : start + rows] = block.reshape(rows, *self.shape)
 
 
-class Texts:
+class Texts(Numbers):
     """The strings of one key until they are copied, in a temporary file, each terminated by a zero byte."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.shape = ()
-        self.dtype = numpy.dtype(object)
-        self.lengths = array("i")
-        self.largest = 0
 
     def append(self, values: Array) -> None:
         self.file.write(b"".join(text.encode("utf-8") + b"\0" for text in values.tolist()))
@@ -316,3 +316,33 @@ def _read_texts(path: str) -> Iterator[bytes]:
         while block := collected.read(1 << 20):
             *whole, rest = (rest + block).split(b"\0")
             yield from whole
+
+
+def compression_options(compression: str) -> dict[str, Any]:
+    """The arguments of h5py's `create_dataset` for a compression.
+
+    Raises:
+        DataError: its name is unknown, or the package that it needs is not installed.
+    """
+    if compression in ("gzip", "lzf"):
+        return {"compression": compression}
+    if compression not in COMPRESSIONS:
+        raise DataError(f"compression: expected one of {', '.join(COMPRESSIONS)}, got {compression!r}")
+    plugin = hdf5plugin()
+    if plugin is None:
+        raise DataError(f"compression: expected the package hdf5plugin for {compression}, got none (pip install hdf5plugin)")
+    if compression == "zstd":
+        return dict(plugin.Zstd(clevel=3))
+    if compression == "lz4":
+        return dict(plugin.LZ4())
+    return dict(plugin.Blosc2(cname="zstd", clevel=5, filters=plugin.Blosc2.SHUFFLE))
+
+
+def chunk_length(total: int, num_sequences: int, frame_bytes: int) -> int:
+    """The number of frames of a chunk: about one sequence, within `LEAST` and `MOST`.
+
+    >>> chunk_length(800_000, 1000, 160), chunk_length(8_000_000, 1_000_000, 4), chunk_length(5, 1, 1 << 20)
+    (800, 4096, 1)
+    """
+    mean = round(total / num_sequences)
+    return max(1, min(total, max(LEAST // frame_bytes, min(mean, MOST // frame_bytes))))

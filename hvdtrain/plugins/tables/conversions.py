@@ -11,12 +11,29 @@ import numpy
 
 from hvdtrain.config.missing import import_package
 from hvdtrain.data.types import Array
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.speech.vocabulary import LOOKED_AT, Units, Vocabulary, split
 from hvdtrain.plugins.speech.wav import damage, is_length_guessed
 
 Convert = Callable[[Any, str], Array]
 """Turns a stored value into an array; also gets a description of its place for messages. Raises: DataError."""
+
+
+def check_units(units: str, kind: str) -> None:
+    """Check the argument `units` of a class of datasets. Raises: ConfigError."""
+    if units not in ("characters", "words"):
+        raise ConfigError.of("unknown-value", f"units: expected 'characters' or 'words', got {units!r} in the {kind}")
+
+
+def load_npy(file: Path | io.BytesIO, where: str) -> Array:
+    """The array in a .npy file. Raises: DataError."""
+    try:
+        values: Any = numpy.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{where}: expected a .npy file of numbers, got: {error}") from None
+    if not isinstance(values, numpy.ndarray):
+        raise DataError(f"{where}: expected a .npy file of numbers, got an archive of several arrays")
+    return values
 
 
 def numbers(axes: int, dtype: str) -> Convert:

@@ -7,7 +7,6 @@ import wave
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy
 
@@ -15,6 +14,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.plugins.speech.vocabulary import LOOKED_AT, Units, Vocabulary, read_lines, read_vocabulary, split
 from hvdtrain.plugins.speech.wav import damage_of_file
+from hvdtrain.plugins.tables.conversions import check_units, load_npy
 from hvdtrain.plugins.tables.shards import Shards
 
 SUFFIXES = (".npy", ".wav")
@@ -49,8 +49,7 @@ class FolderDataset(Shards):
         vocabulary: str | None = None,
         units: Units = "characters",
     ) -> None:
-        if units not in ("characters", "words"):
-            raise ConfigError.of("unknown-value", f"units: expected 'characters' or 'words', got {units!r} in the FolderDataset")
+        check_units(units, "FolderDataset")
         self._files = _files(Path(folder))
         self._transcript = transcript
         self._texts: dict[str, list[str]] = {}
@@ -99,7 +98,7 @@ class FolderDataset(Shards):
 
     def _read(self, path: Path) -> Array:
         if path.suffix.lower() == ".npy":
-            return _read_array(path)
+            return load_npy(path, str(path))
         rate, values = _read_sound(path)
         if self._rate is None:  # that of the first file that can be read, so that it does not matter which one is read first
             for first in [self._files[tag] for tag in self._names if self._files[tag].suffix.lower() == ".wav"]:
@@ -147,16 +146,6 @@ def _read_transcript(path: Path, units: Units) -> dict[str, list[str]]:
             raise DataError(f"{path}: expected `tag text` with a different tag on every line, got {line[:80]!r} in line {number}")
         texts[tag] = split(text, units)
     return texts
-
-
-def _read_array(path: Path) -> Array:
-    try:
-        values: Any = numpy.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: expected a .npy file of numbers, got: {error}") from None
-    if not isinstance(values, numpy.ndarray):
-        raise DataError(f"{path}: expected a .npy file of numbers, got an archive of several arrays")
-    return values
 
 
 def _read_sound(path: Path) -> tuple[int, Array]:

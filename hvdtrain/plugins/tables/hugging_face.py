@@ -8,9 +8,9 @@ from typing import Any
 import numpy
 
 from hvdtrain.config.missing import import_package
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import DataError
 from hvdtrain.plugins.speech.vocabulary import Units
-from hvdtrain.plugins.tables.conversions import Convert, TextClasses, numbers, sound
+from hvdtrain.plugins.tables.conversions import Convert, TextClasses, check_units, numbers, sound
 from hvdtrain.plugins.tables.shards import text_conversions
 from hvdtrain.plugins.tables.tables import FEW, Group, RowFile, Rows, RowShards
 
@@ -50,10 +50,7 @@ class HuggingFaceDataset(RowShards):
         vocabulary: Mapping[str, str] | None = None,
         units: Units = "characters",
     ) -> None:
-        if units not in ("characters", "words"):
-            raise ConfigError.of(
-                "unknown-value", f"units: expected 'characters' or 'words', got {units!r} in the HuggingFaceDataset"
-            )
+        check_units(units, "HuggingFaceDataset")
         rows, self._stored = _load(folder, part)
         names = list(rows.column_names)
         columns = {name: name for name in names if name != tag} if columns is None else dict(columns)

@@ -66,7 +66,7 @@ class ShardDatasetKeys(FileDatasetKeys):
 class TarDatasetKeys(ShardDatasetKeys):
     """Keys of a dataset dict with `"class": "TarDataset"`: tar files as WebDataset writes them."""
 
-    opener: ClassVar[str] = "hvdtrain.plugins.tables.tar:open_tar"
+    opener: ClassVar[str] = "hvdtrain.plugins.tables.tar:TarShards"
     scans: ClassVar[bool] = True
 
     files: str | list[str] = key(
@@ -93,7 +93,7 @@ class TarDatasetKeys(ShardDatasetKeys):
 class ParquetDatasetKeys(ShardDatasetKeys):
     """Keys of a dataset dict with `"class": "ParquetDataset"`: the rows of parquet files."""
 
-    opener: ClassVar[str] = "hvdtrain.plugins.tables.tables:open_tables"
+    opener: ClassVar[str] = "hvdtrain.plugins.tables.tables:TableShards"
 
     files: str | list[str] = key(
         REQUIRED, "the parquet file, or a list of them: paths or URLs, in which {000..127} stands for a range of numbers"

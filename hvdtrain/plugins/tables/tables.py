@@ -160,7 +160,7 @@ class TableShards(RowShards):
         DataError: pyarrow is missing, or a file is damaged or has other columns than the first one.
     """
 
-    def __init__(self, where: str, keys: ParquetDatasetKeys) -> None:
+    def __init__(self, where: str, keys: ParquetDatasetKeys, datasets: Mapping[str, Dataset]) -> None:
         paths = keys.data_files()
         files = [_open_file(path, is_arrow=isinstance(keys, ArrowDatasetKeys)) for path in paths]
         names = files[0].schema.names
@@ -374,11 +374,6 @@ def _blocks(mapped: Any, num_batches: int) -> tuple[bool, list[int]]:
     first = batches + flat.number(batches, 4) + 4
     has_dictionaries = bool(dictionaries and flat.number(dictionaries + flat.number(dictionaries, 4), 4))
     return has_dictionaries, [flat.number(first + 24 * number, 8) for number in range(num_batches)]
-
-
-def open_tables(where: str, keys: ParquetDatasetKeys, datasets: Mapping[str, Dataset]) -> TableShards:
-    """Open a ParquetDataset or an ArrowDataset. Raises: DataError."""
-    return TableShards(where, keys)
 
 
 def _open_file(path: str, is_arrow: bool) -> RowFile:

@@ -29,7 +29,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.lengths.fingerprint import fingerprint_of, fingerprint_of_file
 from hvdtrain.plugins.lengths.index import IndexFile, Kept
-from hvdtrain.plugins.tables.conversions import Convert, sound
+from hvdtrain.plugins.tables.conversions import Convert, load_npy, sound
 from hvdtrain.plugins.tables.keys import TarDatasetKeys
 from hvdtrain.plugins.tables.shards import Shards, check_vocabulary, text_conversions
 
@@ -97,7 +97,7 @@ class TarShards(Shards):
         DataError: a file is damaged, or a sample has no file for a key.
     """
 
-    def __init__(self, where: str, keys: TarDatasetKeys, scanning: Scanning) -> None:
+    def __init__(self, where: str, keys: TarDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> None:
         paths = keys.data_files()
         entries = keys.entries or _entries_of(where, paths[0])
         self._entries = {key: suffix.lstrip(".").lower() for key, suffix in entries.items()}
@@ -132,7 +132,7 @@ class TarShards(Shards):
         arrays = {}
         for column, (key, suffix) in enumerate(self._entries.items()):
             content = self._bytes(shard, row, column)
-            where = f"{self.paths[shard]}, {self._name(shard, row)}.{suffix}"
+            where = f"{self.paths[shard]}, {bytes(self._indices[shard].tags[row]).decode('utf-8')}.{suffix}"
             if key in self._convert:
                 arrays[key] = self._convert[key](content, where)
                 continue
@@ -156,9 +156,6 @@ class TarShards(Shards):
             raise DataError(f"{self.paths[shard]}: expected a tar file that can be read, got: {got}") from None
         return _read(self.paths[shard], file, int(index.starts[row, column]), int(index.sizes[row, column]))
 
-    def _name(self, shard: int, row: int) -> str:
-        return bytes(self._indices[shard].tags[row]).decode("utf-8")
-
 
 def _read(path: str, file: BinaryIO, start: int, size: int) -> bytes:
     """Some bytes of an archive. Raises: DataError."""
@@ -169,11 +166,6 @@ def _read(path: str, file: BinaryIO, start: int, size: int) -> bytes:
     if len(content) != size:
         raise DataError(f"{path}: expected {size} bytes at byte {start}, got {len(content)} (was it cut off meanwhile?)")
     return content
-
-
-def open_tar(where: str, keys: TarDatasetKeys, datasets: Mapping[str, Dataset], scanning: Scanning) -> TarShards:
-    """Open a TarDataset. Raises: DataError."""
-    return TarShards(where, keys, scanning)
 
 
 def _stored_index(path: str, entries: Sequence[tuple[str, str]], scanning: Scanning) -> TarIndex:
@@ -378,12 +370,7 @@ def _npy(content: bytes, where: str) -> Array:
     if not content.startswith((b"\x93NUMPY", b"PK")):  # which numpy takes for a pickle
         raise DataError(f"{where}: expected a .npy file of numbers, got one that begins with {content[:8]!r}")
     stream = io.BytesIO(content)
-    try:
-        values: Any = numpy.load(stream, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{where}: expected a .npy file of numbers, got: {error}") from None
-    if not isinstance(values, numpy.ndarray):
-        raise DataError(f"{where}: expected a .npy file of numbers, got an archive of several arrays")
+    values = load_npy(stream, where)
     size = stream.tell()
     if size != len(content):
         raise DataError(f"{where}: expected a .npy file of {size} bytes, as its header says, got {len(content)}")

@@ -27,7 +27,7 @@ from hvdtrain.plugins.cache.budget import Budget
 from hvdtrain.plugins.chunks.fixed import make_chunks
 from hvdtrain.plugins.chunks.keys import ChunkKeys
 from hvdtrain.plugins.hdf_tools.dump import dump
-from hvdtrain.plugins.hdf_tools.peers import SinglePeer
+from hvdtrain.plugins.hdf_tools.peers import Peers
 from hvdtrain.plugins.hdf_tools.sources import Selection
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
@@ -49,7 +49,7 @@ def dumped(value: Any, out: Path, epoch: int = 1) -> list[int]:
     """The numbers of the sequences that are written, in order."""
     spec, problems = parse("train", value, {})
     assert isinstance(spec, DatasetSpec), problems
-    dump(spec, out, Selection(epoch), SinglePeer())
+    dump(spec, out, Selection(epoch), Peers())
     written = open_hdf([out])
     return [int(written.sequence(index)["data"][0, 0]) for index in range(written.num_sequences)]
 

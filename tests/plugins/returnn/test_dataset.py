@@ -13,7 +13,7 @@ from returnn_epochs import Item, by_returnn
 from hvdtrain.data.config_datasets import parse
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.plugins.hdf_tools.dump import dump, main
-from hvdtrain.plugins.hdf_tools.peers import SinglePeer
+from hvdtrain.plugins.hdf_tools.peers import Peers
 from hvdtrain.plugins.hdf_tools.sources import Selection
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
@@ -96,7 +96,7 @@ def test_what_returnn_makes_of_its_postprocessing(tmp_path: Path) -> None:
     config = {"class": "PostprocessingDataset", "dataset": inside, "map_seq_stream": twice}
     spec, problems = parse("train", {"class": "ReturnnDataset", "dataset": config}, {})
     assert spec is not None, problems
-    dump(spec, tmp_path / "out.hdf", Selection(start=1), SinglePeer())
+    dump(spec, tmp_path / "out.hdf", Selection(start=1), Peers())
     read = open_hdf([tmp_path / "out.hdf"])
     once = [arrays["classes"].tolist() for _, arrays in by_returnn(inside, 1)]
     assert [read.sequence(number)["classes"].tolist() for number in range(5)] == [once[0], once[1], once[1], once[2], once[2]]

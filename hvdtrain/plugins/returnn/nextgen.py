@@ -18,18 +18,7 @@ import numpy
 from hvdtrain.data.combine.files import open_files
 from hvdtrain.data.dataset import Dataset
 from hvdtrain.data.handles import Handles, Opened
-from hvdtrain.data.hdf.layouts import (
-    check_links,
-    check_stored,
-    damage_error,
-    file_size,
-    follow_link,
-    member,
-    names_in,
-    open_file,
-    strings_in,
-    texts_of,
-)
+from hvdtrain.data.hdf import layouts
 from hvdtrain.data.indexed import IndexedDataset
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
@@ -66,7 +55,7 @@ class NextGenFile(IndexedDataset):
     def open(self) -> Opened:
         """The file, opened again."""
         opened = Opened()
-        opened.handle = opened.enter_context(open_file(self.path))
+        opened.handle = opened.enter_context(layouts.open_file(self.path))
         return opened
 
     def row(self, number: int) -> dict[str, Array]:
@@ -89,20 +78,20 @@ class NextGenFile(IndexedDataset):
         try:
             yield
         except (OSError, RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:
-            raise damage_error(self.path, error) from None
+            raise layouts.damage_error(self.path, error) from None
 
     def _dataset(self, file: Opened, key: str, index: int) -> h5py.Dataset:
         name = f"streams/{self._sources[key].name}/data"
         if name not in file.members:  # the group with the datasets: checked once for all of them
-            check_links(self.path, file.handle, name, "refuse")
-            file.members[name] = member(self.path, file.handle, name)
-            self._size = file_size(file.members[name])
+            layouts.check_links(self.path, file.handle, name, "refuse")
+            file.members[name] = layouts.member(self.path, file.handle, name)
+            self._size = layouts.file_size(file.members[name])
         parent, last = file.members[name], self._names[index].replace("/", "\\")
         try:
-            dataset = follow_link(self.path, parent, last, f"{name}/{last}", "refuse")
+            dataset = layouts.follow_link(self.path, parent, last, f"{name}/{last}", "refuse")
         except KeyError:
-            raise DataError(f"{self.path}: expected /{name}/{last}, got only {names_in(parent)} in /{name}") from None
-        return check_stored(self.path, f"{name}/{last}", dataset, self._size)
+            raise DataError(f"{self.path}: expected /{name}/{last}, got only {layouts.names_in(parent)} in /{name}") from None
+        return layouts.check_stored(self.path, f"{name}/{last}", dataset, self._size)
 
     def _index(self, opened: Opened, input_stream_name: str) -> tuple[dict[str, Stream], dict[str, Array]]:
         """The streams and the lengths of their sequences. Checks that they are consistent."""
@@ -110,9 +99,9 @@ class NextGenFile(IndexedDataset):
         for name in ("seq_names", "streams"):
             if name not in file:
                 raise DataError(f"{self.path}: expected /{name} (the layout of RETURNN's NextGenHDFDataset), got {list(file)}")
-            check_links(self.path, file, name, "refuse")
-        self._names = texts_of(self.path, "/seq_names", strings_in(self.path, file, "seq_names")[:])
-        names = sorted(member(self.path, file, "streams"))
+            layouts.check_links(self.path, file, name, "refuse")
+        self._names = layouts.texts_of(self.path, "/seq_names", layouts.strings_in(self.path, file, "seq_names")[:])
+        names = sorted(layouts.member(self.path, file, "streams"))
         if input_stream_name not in names:
             raise DataError(f"{self.path}: expected a stream {input_stream_name!r} (input_stream_name), got {', '.join(names)}")
         if "data" in names and input_stream_name != "data":
@@ -120,8 +109,8 @@ class NextGenFile(IndexedDataset):
         streams, lengths = {}, {}
         for name in [input_stream_name, *(name for name in names if name != input_stream_name)]:
             for inside in ("", "/data", "/feature_names"):
-                check_links(self.path, file, f"streams/{name}{inside}", "refuse")
-            parser = member(self.path, file, f"streams/{name}").attrs.get("parser")
+                layouts.check_links(self.path, file, f"streams/{name}{inside}", "refuse")
+            parser = layouts.member(self.path, file, f"streams/{name}").attrs.get("parser")
             parser = parser.decode() if isinstance(parser, bytes) else parser
             if parser not in PARSERS:
                 known = ", ".join(PARSERS)
@@ -154,7 +143,7 @@ class NextGenFile(IndexedDataset):
         if source.parser == "feature_sequence":
             return Stream(dtype, width, width[0], sparse=False), lengths
         place = f"streams/{source.name}/feature_names"
-        labels = tuple(texts_of(self.path, f"/{place}", strings_in(self.path, file.handle, place)[:]))
+        labels = tuple(layouts.texts_of(self.path, f"/{place}", layouts.strings_in(self.path, file.handle, place)[:]))
         if dtype.kind not in "iu":
             raise DataError(f"{self.path}: expected integers in /streams/{source.name} ({source.parser}), got {dtype}")
         return Stream(dtype, (), len(labels), sparse=True, labels=labels), lengths

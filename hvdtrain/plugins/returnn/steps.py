@@ -421,13 +421,9 @@ class Callback:
         like = self._steps.seen.get(name)
         dtype = "string" if raw.dtype.kind == "U" else str(raw.dtype)
         if like is None or len(like.dims) != raw.ndim + 1:  # another rank computed it, and model_outputs has no template
-            return Tensor(
-                name,
-                [Dim(size, name=f"{name}:axis-{axis + 1}") for axis, size in enumerate(raw.shape)],
-                dtype,
-                raw_tensor=raw,
-            )
-        dims: list[Dim] = []
+            dims = [Dim(size, name=f"{name}:axis-{axis}") for axis, size in enumerate(raw.shape, start=1)]
+            return Tensor(name, dims, dtype, raw_tensor=raw)
+        dims = []
         for axis, (dim, size) in enumerate(zip(self._without_batch(like.dims), raw.shape, strict=True)):
             if dim.is_static():  # the axis of a raw tensor, which may have another size in this batch
                 dims.append(dim if dim.dimension == size else Dim(size, name=dim.name))

@@ -11,20 +11,8 @@ from hvdtrain.config.overrides import OVERRIDING
 from hvdtrain.config.source import Source
 from hvdtrain.config.translation import Translation
 from hvdtrain.errors import Problem, problem
+from hvdtrain.plugins.returnn import names
 from hvdtrain.plugins.returnn.imports import WatchedImports
-from hvdtrain.plugins.returnn.names import (
-    ALIASES,
-    BY_VALUES,
-    EPOCH_OF_MODEL,
-    KEYS_OF_NETWORKS,
-    OF_THE_WRAPPER,
-    READ_BY_RETURNN,
-    TORCH_DISTRIBUTED,
-    UNSUPPORTED,
-    explain,
-    is_no_op,
-    without_effect,
-)
 from hvdtrain.plugins.returnn.networks import uses_network, with_network
 from hvdtrain.plugins.returnn.values import convert_values, ignored_by_returnn
 
@@ -38,12 +26,12 @@ class Watched(WatchedImports):
 
 def translate(source: Source, imports: WatchedImports, keys: Collection[str], booleans: Collection[str]) -> Source:
     """As `Translation.translate`, given the imports of the config."""
-    honoured = KEYS_OF_NETWORKS if uses_network(source.values) else frozenset()
+    honoured = names.KEYS_OF_NETWORKS if uses_network(source.values) else frozenset()
     if honoured:
         source = with_network(source, imports)
     elif imports.has_returnn:
         source = _with_wrapped_functions(source, imports)
-    aliases = ALIASES | (EPOCH_OF_MODEL if _has_epoch_of_model(source, has_network=bool(honoured)) else {})
+    aliases = names.ALIASES | (names.EPOCH_OF_MODEL if _has_epoch_of_model(source, has_network=bool(honoured)) else {})
     origins, values = _our_names(source.origins, aliases), _our_names(source.values, aliases)
     if source.is_foreign and callable(values.get("startup_callback")):
         values["startup_callback"] = _with_config(values["startup_callback"])
@@ -56,7 +44,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
     translated = replace(source, values=values, origins=origins)
     misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
     without = {name: value for name, value in source.values.items() if name not in honoured and name not in aliases}
-    unused = [*without_effect(without), *ignored]
+    unused = [*names.without_effect(without), *ignored]
     notes = source.notes + ((f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ())
     notes += tuple(_differences(source, values)) if source.is_foreign else ()
     return replace(
@@ -67,7 +55,7 @@ def translate(source: Source, imports: WatchedImports, keys: Collection[str], bo
             *_duplicate_problems(source, aliases),
             *in_dict,
         ),
-        foreign_names=READ_BY_RETURNN.union(BY_VALUES, UNSUPPORTED, misspelt),
+        foreign_names=names.READ_BY_RETURNN.union(names.BY_VALUES, names.UNSUPPORTED, misspelt),
         warnings=(*source.warnings, *misspelt.values(), *remarks),
         notes=notes,
     )
@@ -124,11 +112,11 @@ def _with_wrapped_functions(source: Source, imports: WatchedImports) -> Source:
 def _torch_distributed(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """The entries of the dict that hvdtrain has, and problems with those that only RETURNN has."""
     options = entries.get("options")
-    is_without_effect = isinstance(options, dict) and all(name in OF_THE_WRAPPER for name in options)
-    own_entries = {name: value for name, value in entries.items() if name not in TORCH_DISTRIBUTED}
+    is_without_effect = isinstance(options, dict) and all(name in names.OF_THE_WRAPPER for name in options)
+    own_entries = {name: value for name, value in entries.items() if name not in names.TORCH_DISTRIBUTED}
     return own_entries, [
         Problem.of("unsupported", f"torch_distributed.{name}: RETURNN's entry is not needed here ({reason})")
-        for name, reason in TORCH_DISTRIBUTED.items()
+        for name, reason in names.TORCH_DISTRIBUTED.items()
         if name in entries and not (name == "options" and is_without_effect)
     ]
 
@@ -136,9 +124,9 @@ def _torch_distributed(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list
 def _unsupported_problems(source: Source, ignored: Collection[str]) -> Iterator[Problem]:
     """Problems with keys of RETURNN that would change the training, except those that RETURNN itself ignores."""
     for name, value in source.values.items():
-        if name in UNSUPPORTED and name not in ignored and not is_no_op(name, value):
-            where = source.origins[name]
-            yield from problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {where} ({UNSUPPORTED[name]})")
+        if name in names.UNSUPPORTED and name not in ignored and not names.is_no_op(name, value):
+            where, why = source.origins[name], names.UNSUPPORTED[name]
+            yield from problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {where} ({why})")
 
 
 def _duplicate_problems(source: Source, aliases: Mapping[str, str]) -> Iterator[Problem]:
@@ -150,7 +138,7 @@ def _duplicate_problems(source: Source, aliases: Mapping[str, str]) -> Iterator[
 
 def _misspelling_warnings(source: Source, keys: Collection[str]) -> dict[str, str]:
     """Warnings about names in a config for RETURNN that look like misspelt keys, by name. RETURNN would ignore them."""
-    known = {*keys, *ALIASES, *UNSUPPORTED, *READ_BY_RETURNN}
+    known = {*keys, *names.ALIASES, *names.UNSUPPORTED, *names.READ_BY_RETURNN}
     lines = {}
     for name, value in source.values.items():
         if name in known or is_no_key(name, value) or source.origins[name] in OVERRIDING:
@@ -160,4 +148,4 @@ def _misspelling_warnings(source: Source, keys: Collection[str]) -> dict[str, st
     return lines
 
 
-RETURNN = Translation(ALIASES, explain, Watched)
+RETURNN = Translation(names.ALIASES, names.explain, Watched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +13,11 @@ from tensorflow.python.framework.config import is_op_determinism_enabled
 from hvdtrain.context import Loss, RunContext, Running
 from hvdtrain.data.types import Batch, Packed
 from hvdtrain.errors import ConfigError
+from hvdtrain.learner import meter
 from hvdtrain.learner.epoch_scores import with_statistics
-from hvdtrain.learner.meter import (
-    TINY,
-    check_marked_losses,
-    check_marked_outputs,
-    check_same_normalized,
-    normalized_losses,
-    nothing_to_minimize,
-    scales_of,
-)
 from hvdtrain.learner.precision import GradientCheck
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.plugins.tensorflow.flat_call import FlatCall
+from hvdtrain.plugins.tensorflow import tensors
 from hvdtrain.plugins.tensorflow.gradients import (
     Accumulated,
     AccumulatedGradients,
@@ -35,20 +28,6 @@ from hvdtrain.plugins.tensorflow.gradients import (
     combine,
     parts_of,
     scalar,
-)
-from hvdtrain.plugins.tensorflow.tensors import (
-    ModelVariables,
-    count_of,
-    extern_data_of,
-    numbers_of,
-    set_generators,
-    specs_of,
-    tensor_of,
-    tensorflow_variable,
-    total_of,
-    totals_of,
-    variables_of,
-    with_parts,
 )
 
 PARTS = ""
@@ -100,7 +79,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        variables: ModelVariables,
+        variables: tensors.ModelVariables,
         functions: ConfigFunctions,
         optimizer: Any,
         gradients: GraphGradients,
@@ -110,7 +89,7 @@ class StepGraphs:
         self.traces = 0
         self.optimizer = optimizer
         self._model_variables = variables
-        self._variables = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
+        self._variables = [tensors.tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
         self._functions = functions
         self._gradients = gradients
         self._accumulated = AccumulatedGradients(gradients)
@@ -209,7 +188,7 @@ class StepGraphs:
         self, batch: Batch, function: Callable[..., Any], epoch: int, step: int, *more: tf.Tensor
     ) -> tuple[TracedGraph, list[Any]]:
         """The graph that computes `function` for batches of this kind, and its arguments."""
-        data = {key: (tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
+        data = {key: (tensors.tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
         packed = frozenset(key for key, padded in batch.data.items() if isinstance(padded, Packed))
         kinds = tuple(
             (key, values.dtype, tuple(values.shape[1 if key in packed else 2 :]), key in packed)
@@ -228,7 +207,7 @@ class StepGraphs:
             names: dict[str, float] = {}
             self._packed, self._mix = packed, mix
             of_parts = {} if batch.parts is None else {PARTS: tf.TensorSpec([None], tf.int64)}
-            of_data = {key: specs_of(data[key][0], key in packed) for key in batch.data}
+            of_data = {key: tensors.specs_of(data[key][0], key in packed) for key in batch.data}
             specs: list[Any] = [{**of_data, **of_parts}]
             specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
@@ -244,38 +223,39 @@ class StepGraphs:
         self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
     ) -> Any:
         """The graph of `train`."""
-        set_generators(self._model_variables.generators, seeds)
+        tensors.set_generators(self._model_variables.generators, seeds)
         with tf.GradientTape() as tape:
             losses = self._losses(names, data, epoch, step, train=True)
-            own = normalized_losses(losses)
-            counts = tf.stack([tf.stop_gradient(count_of(losses[name])) for name in own.names] or [tf.constant(0.0, tf.float64)])
+            own = meter.normalized_losses(losses)
+            counts = tf.stop_gradient(tensors.counts_of(losses, own.names))
             waited = tf.zeros([], tf.float64)
             if own.names and not own.is_only_loss:
                 counts, waited = time_exchange(self._gradients.exchange_counts, counts)
-            divisors = {} if own.is_only_loss else {name: tf.maximum(counts[i], TINY) for i, name in enumerate(own.names)}
-            total = self._scale_loss(total_of(losses, divisors), scale)
+            divisors = {} if own.is_only_loss else {name: tf.maximum(counts[i], meter.TINY) for i, name in enumerate(own.names)}
+            total = self._scale_loss(tensors.total_of(losses, divisors), scale)
         found = tape.gradient(total, self._variables)
         if all(gradient is None for gradient in found):
-            raise nothing_to_minimize()
+            raise meter.nothing_to_minimize()
         self._agree(Exchange(own, self._gradients.rows(found)))
         local = self._gradients.local(found, self.exchange)
-        return numbers_of(losses), self._reduce(local, counts, waited)
+        return tensors.numbers_of(losses), self._reduce(local, counts, waited)
 
     def _collect(
         self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
     ) -> Any:
         """The graph of `collect`."""
-        set_generators(self._model_variables.generators, seeds)
+        tensors.set_generators(self._model_variables.generators, seeds)
         with tf.GradientTape(persistent=True) as tape:
             losses = self._losses(names, data, epoch, step, train=True)
-            own = normalized_losses(losses)
-            totals = [self._scale_loss(total, scale) for total in totals_of(losses, () if own.is_only_loss else own.names)]
+            own = meter.normalized_losses(losses)
+            apart = () if own.is_only_loss else own.names
+            totals = [self._scale_loss(total, scale) for total in tensors.totals_of(losses, apart)]
         found = [tape.gradient(total, self._variables) for total in totals]
         if all(gradient is None for of_loss in found for gradient in of_loss):
-            raise nothing_to_minimize()
+            raise meter.nothing_to_minimize()
         self._agree(Exchange(own, self._gradients.rows(any_gradients(found))))
-        counts = tf.stack([count_of(losses[name]) for name in own.names] or [tf.constant(0.0, tf.float64)])
-        return numbers_of(losses), ([self._gradients.local(of_loss, self.exchange) for of_loss in found], counts)
+        local = [self._gradients.local(of_loss, self.exchange) for of_loss in found]
+        return tensors.numbers_of(losses), (local, tensors.counts_of(losses, own.names))
 
     def _send(self, sets: list[list[Any]], counts: tf.Tensor) -> Reduced:
         """The graph of `send`."""
@@ -287,40 +267,41 @@ class StepGraphs:
 
     def _evaluate(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """The graph of `evaluate`."""
-        return numbers_of(self._losses(names, data, epoch, step, train=False))
+        return tensors.numbers_of(self._losses(names, data, epoch, step, train=False))
 
     def _observe(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
         """The graph of `observe`."""
-        set_generators(self._model_variables.generators, seeds)
-        return numbers_of(self._losses(names, data, epoch, step, train=True))
+        tensors.set_generators(self._model_variables.generators, seeds)
+        return tensors.numbers_of(self._losses(names, data, epoch, step, train=True))
 
     def _forward(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
         """The graph of `forward`."""
         if self._functions.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         with Running(RunContext(epoch, step, False)) as context:
-            tensors = {key: of_key for key, of_key in data.items() if key != PARTS}
-            self._functions.forward_step(model=self._model_variables.model, extern_data=extern_data_of(tensors, self._packed))
-        check_marked_outputs(context.outputs)
+            inputs = tensors.extern_data_of({key: of_key for key, of_key in data.items() if key != PARTS}, self._packed)
+            self._functions.forward_step(model=self._model_variables.model, extern_data=inputs)
+        meter.check_marked_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
     def _losses(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, train: bool) -> dict[str, Loss]:
         """Run the config's train_step."""
         self.traces += 1
         parts = data.get(PARTS)
-        data = {key: tensors for key, tensors in data.items() if key != PARTS}
+        model = self._model_variables.model
         with Running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
-            self._functions.train_step(model=self._model_variables.model, extern_data=extern_data_of(data, self._packed))
-        check_marked_losses(context.losses, lambda value: True)  # any value is accepted: TensorFlow converts numbers to tensors
-        before, after = len(self._model_variables.by_name), len(variables_of(self._model_variables.model).by_name)
+            inputs = tensors.extern_data_of({key: of_key for key, of_key in data.items() if key != PARTS}, self._packed)
+            self._functions.train_step(model=model, extern_data=inputs)
+        meter.check_marked_losses(context.losses, lambda value: True)  # any value: TensorFlow converts numbers to tensors
+        before, after = len(self._model_variables.by_name), len(tensors.variables_of(model).by_name)
         if before != after:
             raise ConfigError.of(
                 "wrong-result",
                 f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
                 "(Keras layers get theirs when they are first called: call the model once in get_model)",
             )
-        losses = with_parts(with_statistics(context, lambda rows: tf.cast(rows, tf.float64)), parts, *self._mix)
-        names.update(scales_of(losses, train))
+        losses = tensors.with_parts(with_statistics(context, lambda rows: tf.cast(rows, tf.float64)), parts, *self._mix)
+        names.update(meter.scales_of(losses, train))
         return losses
 
     def _reduce(self, gradients: list[Gradient], counts: tf.Tensor, waited: tf.Tensor) -> Reduced:
@@ -334,14 +315,15 @@ class StepGraphs:
             return self._gradients.reduce(own[0], exchange), totals
 
         (reduced, divisor), seconds = time_exchange(reduce, (gradients, counts))
-        return reduced, tf.maximum(divisor, TINY)[0], tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
+        traffic = tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
+        return reduced, tf.maximum(divisor, meter.TINY)[0], traffic
 
     def _agree(self, own: Exchange) -> None:
         """Collective in the first step, outside of the traced graph. Check later steps against the first."""
         if self._exchange is None:
             with tf.init_scope():
                 self._exchange = self._gradient_exchange.agree(own)
-        check_same_normalized(self._exchange.losses, own.losses, since="training")
+        meter.check_same_normalized(self._exchange.losses, own.losses, since="training")
         if own.rows != self._exchange.rows:
             raise ConfigError.of(
                 "wrong-result",
@@ -366,3 +348,31 @@ def time_exchange(
     result = exchange(own)
     with tf.control_dependencies([*known(result), begin]):
         return result, tf.timestamp() - begin
+
+
+class FlatCall:
+    """A concrete function that is called with tensors of its types only, in lists and dicts of always the same form.
+
+    TensorFlow compares each argument with its type twice in every call, which takes as long as a small step. The first call is
+    left to it, and shows whether it takes the tensors in the order in which they are flattened: then later ones are passed so.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._is_flat: bool | None = None  # None: there was no call yet
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._is_flat:
+            return self._graph._call_flat(tf.nest.flatten(arguments), self._graph.captured_inputs)
+        if self._is_flat is None:
+            self._is_flat = self._takes_flat(arguments)
+        return self._graph(*arguments)
+
+    def _takes_flat(self, arguments: Any) -> bool:
+        flat = tf.nest.flatten(arguments)
+        try:
+            taken = self._graph.function_type.unpack_inputs(self._graph.function_type.bind(*arguments))
+        except Exception:  # another version's
+            return False
+        has_all = len(taken) == len(flat) and all(map(operator.is_, taken, flat))
+        return has_all and all(hasattr(self._graph, name) for name in ("_call_flat", "captured_inputs"))

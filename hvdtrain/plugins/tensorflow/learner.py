@@ -24,19 +24,12 @@ from hvdtrain.learner.meter import MAX_PENDING, BatchOutputs, Meter, Transfer
 from hvdtrain.learner.optimizer import change_gradients
 from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precision
 from hvdtrain.learner.reducer import GradientExchange
+from hvdtrain.plugins.tensorflow import tensors
 from hvdtrain.plugins.tensorflow.gradients import Accumulated, GraphGradients, as_array
 from hvdtrain.plugins.tensorflow.graph import ConfigFunctions, StepGraphs
 from hvdtrain.plugins.tensorflow.inspect import describe_layers, export_model
 from hvdtrain.plugins.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.plugins.tensorflow.state import TensorFlowState, WeightAverage
-from hvdtrain.plugins.tensorflow.tensors import (
-    ModelVariables,
-    array_of,
-    layers_of,
-    settings_of_own,
-    tensorflow_variable,
-    variables_of,
-)
 from hvdtrain.runtime import log
 from hvdtrain.runtime.timer import CpuClock
 
@@ -105,7 +98,7 @@ def keras_dtype_policy(dtype: Dtype) -> Iterator[None]:
         keras.config.set_dtype_policy(before)
 
 
-def loss_scale_of(precision: Precision, variables: ModelVariables, optimizer: Any) -> LossScale | None:
+def loss_scale_of(precision: Precision, variables: tensors.ModelVariables, optimizer: Any) -> LossScale | None:
     """The loss scale for a model of a precision; warns if the precision does not apply to the model."""
     model = variables.model
     layers = [owner for owner in variables.owners.values() if isinstance(owner, keras.layers.Layer)]
@@ -132,7 +125,7 @@ class TensorFlowLearner(Learner):
 
     def __init__(
         self,
-        variables: ModelVariables,
+        variables: tensors.ModelVariables,
         graphs: StepGraphs,
         update: UpdateGraph,
         state: TensorFlowState,
@@ -196,7 +189,7 @@ class TensorFlowLearner(Learner):
                 if batch is not None and norms:
                     step = self._step + number
                     self.graphs.observe(batch, self._epoch, step, self._seeds[step])
-                    sums = [one + array_of(variable) for one, variable in zip(sums, variables, strict=True)]
+                    sums = [one + tensors.array_of(variable) for one, variable in zip(sums, variables, strict=True)]
                     count += 1
         finally:
             for norm, momentum in zip(norms.values(), momenta, strict=True):
@@ -221,10 +214,10 @@ class TensorFlowLearner(Learner):
         return BatchOutputs(arrays, tuple(vectors))
 
     def modules(self) -> Iterator[tuple[str, Any]]:
-        return layers_of(self.model)
+        return tensors.layers_of(self.model)
 
     def kinds_of_modules(self) -> Iterator[tuple[str, str]]:
-        return kinds_of(self.modules(), settings_of_own)
+        return kinds_of(self.modules(), tensors.settings_of_own)
 
     def trained_now(self) -> dict[str, str]:
         return {name: str(variable.trainable) for name, variable in self.variables.by_name.items()}
@@ -239,7 +232,7 @@ class TensorFlowLearner(Learner):
         return tf.constant(values, tf.float64)
 
     def _trainable(self) -> Iterable[tuple[str, Any]]:
-        return variables_of(self.model).named_of_kind("parameters")
+        return tensors.variables_of(self.model).named_of_kind("parameters")
 
     def _applied_gradients(self, gradients: list[Any], divisor: tf.Tensor) -> Iterator[tuple[str, Array]]:
         """The reduced gradients as applied, by parameter name. Those sent as rows become dense."""
@@ -285,7 +278,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         )
     tf.random.set_seed(mix_seed(options.seed, options.rank, 0))  # for operations of tf.random, which keep their seed when traced
     functions = ConfigFunctions(as_function(keys.train_step, "train_step"), as_function(keys.forward_step, "forward_step"))
-    trained = [tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
+    trained = [tensors.tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
     gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named_of_kind("parameters")), keys.ema_decay)
@@ -312,13 +305,13 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     return learner
 
 
-def _read(tensors: list[tf.Tensor]) -> list[float]:
+def _read(pending: list[tf.Tensor]) -> list[float]:
     """The numbers of several tensors. (To concatenate one takes as long as a small step's forward.)"""
-    numbers: list[float] = (tensors[0] if len(tensors) == 1 else tf.concat(tensors, 0)).numpy().tolist()
+    numbers: list[float] = (pending[0] if len(pending) == 1 else tf.concat(pending, 0)).numpy().tolist()
     return numbers
 
 
-def _model(keys: LearnerKeys, options: BuildOptions) -> ModelVariables:
+def _model(keys: LearnerKeys, options: BuildOptions) -> tensors.ModelVariables:
     """The variables of the config's model. Raises: ConfigError."""
     device = "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
     epoch, step = options.position
@@ -328,7 +321,7 @@ def _model(keys: LearnerKeys, options: BuildOptions) -> ModelVariables:
         raise ConfigError.of(
             "wrong-result", f"get_model: expected it to return a Keras model or a tf.Module, got {type(model).__name__}"
         )
-    variables = variables_of(model)
+    variables = tensors.variables_of(model)
     if not variables.of_kind("parameters"):
         raise ConfigError.of(
             "wrong-result",

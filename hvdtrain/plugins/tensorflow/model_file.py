@@ -15,16 +15,8 @@ from typing import Any
 import numpy
 
 from hvdtrain.data.types import Array
+from hvdtrain.learner import model_format as formats
 from hvdtrain.learner.contents import AVERAGED, EXACT, OWN, SHARED, TRAINED, FileFormat
-from hvdtrain.learner.model_format import (
-    SAFETENSORS,
-    atomic_write,
-    header,
-    is_safetensors,
-    progress_of,
-    unreadable,
-    verified_read,
-)
 from hvdtrain.learner.model_state import ROLES
 
 TENSORS = ("optimizer", TRAINED, EXACT, *ROLES)
@@ -45,7 +37,7 @@ def file_format(model_format: str) -> FileFormat:
 
 def write_model(path: Path, model: Mapping[str, Array], progress: Mapping[str, Any], model_format: str) -> None:
     """Write a model's arrays by name, and the progress. Raises: OSError, if the disk is full."""
-    (_write_safetensors if model_format == SAFETENSORS else _write_arrays)(path, model, progress)
+    (_write_safetensors if model_format == formats.SAFETENSORS else _write_arrays)(path, model, progress)
 
 
 def widen(array: Array) -> Array | None:
@@ -92,19 +84,19 @@ def _write(file: Path, entries: Mapping[str, Any]) -> None:
 
 def read_progress(file: Path) -> dict[str, Any]:
     """The plain values in a model's file, without reading its arrays or checking them. Raises: CheckpointError."""
-    with unreadable(file):
-        if is_safetensors(file):
+    with formats.unreadable(file):
+        if formats.is_safetensors(file):
             from safetensors import safe_open
 
             with safe_open(file, framework="numpy") as opened:
-                return progress_of(opened.metadata())
+                return formats.progress_of(opened.metadata())
         with numpy.load(file, allow_pickle=False) as stored:
             return _values(stored[PROGRESS]) if PROGRESS in stored.files else {}
 
 
 def read_model(file: Path) -> dict[str, Any]:
     """The progress, and the arrays by name under "model". Raises: CheckpointError."""
-    arrays, progress = _read_safetensors(file) if is_safetensors(file) else _read_arrays(file)
+    arrays, progress = _read_safetensors(file) if formats.is_safetensors(file) else _read_arrays(file)
     return {**progress, "model": arrays}
 
 
@@ -138,22 +130,22 @@ def _write_safetensors(path: Path, arrays: Mapping[str, Array], values: Mapping[
     from safetensors.numpy import save_file
 
     in_order = {name: numpy.asarray(array, order="C") for name, array in arrays.items()}
-    with atomic_write(path) as unfinished:
-        save_file(in_order, unfinished, header("tf", values))
+    with formats.atomic_write(path) as unfinished:
+        save_file(in_order, unfinished, formats.header("tf", values))
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    with verified_read(path):
+    with formats.verified_read(path):
         from safetensors import safe_open
 
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is not a dict
-            return arrays, progress_of(file.metadata())
+            return arrays, formats.progress_of(file.metadata())
 
 
 def _read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     """Read what `_write_arrays` wrote, or any .npz file. Raises: CheckpointError."""
-    with unreadable(path), numpy.load(path, allow_pickle=False) as stored:
+    with formats.unreadable(path), numpy.load(path, allow_pickle=False) as stored:
         arrays = {name: stored[name] for name in stored.files}  # reading checks each array's CRC
         return arrays, _values(arrays.pop(PROGRESS)) if PROGRESS in arrays else {}
 

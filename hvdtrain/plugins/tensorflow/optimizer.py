@@ -10,18 +10,8 @@ import tensorflow as tf
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError
-from hvdtrain.learner.optimizer import (
-    BLACKLIST,
-    INCLUDE,
-    DecayRule,
-    UpdateGradients,
-    class_names,
-    class_of,
-    construct,
-    take_decay_rule,
-)
+from hvdtrain.learner import optimizer as common
 from hvdtrain.learner.precision import GradientCheck
-from hvdtrain.plugins.tensorflow.flat_call import FlatCall
 from hvdtrain.plugins.tensorflow.gradients import (
     Exchange,
     GraphGradients,
@@ -30,12 +20,13 @@ from hvdtrain.plugins.tensorflow.gradients import (
     scalar,
     to_keras,
 )
+from hvdtrain.plugins.tensorflow.graph import FlatCall
 from hvdtrain.plugins.tensorflow.tensors import ModelVariables, tensorflow_variable
 
 NOT_OPTIMIZERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 """Classes in keras.optimizers that a config cannot use by name: base classes and wrappers."""
 
-DEFAULT_RULE = DecayRule(
+DEFAULT_RULE = common.DecayRule(
     (keras.layers.LayerNormalization, keras.layers.GroupNormalization, keras.layers.Embedding), biases="(bias|beta)$"
 )
 """The parameters of these layers do not decay, nor do biases, as with PyTorch."""
@@ -56,7 +47,7 @@ class UpdateGraph:
         optimizer: keras.optimizers.Optimizer,
         variables: ModelVariables,
         gradients: GraphGradients,
-        change: Callable[[UpdateGradients], None],
+        change: Callable[[common.UpdateGradients], None],
         adds_noise: bool,
         check: GradientCheck,
     ) -> None:
@@ -199,13 +190,13 @@ def _make_by_name(options: dict[str, Any], variables: ModelVariables) -> keras.o
         for name, member in vars(keras.optimizers).items()
         if isinstance(member, type) and issubclass(member, keras.optimizers.Optimizer) and name not in NOT_OPTIMIZERS
     }
-    chosen = class_of(wanted, known, "optimizer.class")
+    chosen = common.class_of(wanted, known, "optimizer.class")
     if "eps" in options:
         options["epsilon"] = options.pop("eps")
     if "betas" in options:
         options["beta_1"], options["beta_2"] = options.pop("betas")
     exempt = _take_undecayed(options, variables)
-    made: keras.optimizers.Optimizer = construct(chosen, options, "optimizer.", learning_rate=0.0)
+    made: keras.optimizers.Optimizer = common.construct(chosen, options, "optimizer.", learning_rate=0.0)
     if options.get("weight_decay"):
         made.exclude_from_weight_decay(var_list=exempt)
     return made
@@ -217,10 +208,10 @@ def _take_undecayed(options: dict[str, Any], variables: ModelVariables) -> list[
         raise ConfigError.of(
             "unsupported",
             "optimizer.param_groups_custom: expected backend = 'torch', got 'tensorflow': a Keras optimizer has one set of "
-            f"options for all variables ({BLACKLIST} and {INCLUDE} choose those that decay)",
+            f"options for all variables ({common.BLACKLIST} and {common.INCLUDE} choose those that decay)",
         )
-    known = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in class_names(owner))}
-    rule = take_decay_rule(options, DEFAULT_RULE, known)
+    known = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in common.class_names(owner))}
+    rule = common.take_decay_rule(options, DEFAULT_RULE, known)
     return [
         variable
         for name, variable in variables.by_name.items()

@@ -169,6 +169,11 @@ def count_of(loss: Loss) -> tf.Tensor:
     return tf.reduce_sum(tf.cast(loss.count, tf.float64))
 
 
+def counts_of(losses: Mapping[str, Loss], names: Sequence[str]) -> tf.Tensor:
+    """The numbers of elements of some losses; float64 of shape (losses,), or a 0 if there are none."""
+    return tf.stack([count_of(losses[name]) for name in names] or [tf.constant(0.0, tf.float64)])
+
+
 def terms_of(losses: Mapping[str, Loss]) -> dict[str, tf.Tensor]:
     """The minimized losses: their sums times their scales."""
     terms = {}

@@ -15,14 +15,7 @@ from hvdtrain.data.types import Array, Batch
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.learner.model_state import Role
 from hvdtrain.learner.reducer import GradientExchange
-from hvdtrain.plugins.returnn.network.gradients import (
-    Compute,
-    FeedableUpdater,
-    GradientPoints,
-    fetchable,
-    points_of_one_rank,
-    points_of_ranks,
-)
+from hvdtrain.plugins.returnn.network import gradients
 from hvdtrain.plugins.returnn.network.messages import building
 from hvdtrain.plugins.returnn.network.objective import Objective, objective_of
 from hvdtrain.plugins.returnn.network.random_numbers import RandomNumbers, kept_by_tensorflow
@@ -138,7 +131,7 @@ class NetworkGraph:
         self.network.initialize_params(session=self.session)
         self._trainable: list[Any] = self.network.get_trainable_params()
         self.train_fetches: dict[str, Any] = {}
-        self.updater: FeedableUpdater | None = None
+        self.updater: gradients.FeedableUpdater | None = None
         self.update_op: Any = None
         self.norm: Any = None
         if trains:
@@ -164,8 +157,9 @@ class NetworkGraph:
 
     def _build_updater(self) -> None:
         config = self.options.config
-        rate = config.float("learning_rate", 1.0)
-        self.updater = FeedableUpdater(self._make_points, config=config, network=self.network, initial_learning_rate=rate)
+        self.updater = gradients.FeedableUpdater(
+            self._make_points, config=config, network=self.network, initial_learning_rate=config.float("learning_rate", 1.0)
+        )
         self.train_fetches = self._fetches(train=True)
         if self._trainable:
             self.updater.set_trainable_vars(self._trainable)
@@ -177,9 +171,9 @@ class NetworkGraph:
         self.norm = self.updater.log_grad_norm_tensor
 
     @property
-    def points(self) -> GradientPoints:
+    def points(self) -> gradients.GradientPoints:
         points = None if self.updater is None else self.updater.points
-        return GradientPoints() if points is None else points
+        return gradients.GradientPoints() if points is None else points
 
     @property
     def optimizer_variables(self) -> dict[str, Any]:
@@ -196,11 +190,12 @@ class NetworkGraph:
             return "counters"
         return "statistics" if name in self._changed_by_graph else "frozen"
 
-    def _make_points(self, compute: Compute, variables: list[Any]) -> GradientPoints:
+    def _make_points(self, compute: gradients.Compute, variables: list[Any]) -> gradients.GradientPoints:
         options = self.options
         if not options.exchange.is_shared:
-            return points_of_one_rank(self.objective, compute, variables)
-        return points_of_ranks(self.objective, compute, variables, options.exchange, options.bucket_bytes, options.scaled)
+            return gradients.points_of_one_rank(self.objective, compute, variables)
+        exchange, bucket_bytes = options.exchange, options.bucket_bytes
+        return gradients.points_of_ranks(self.objective, compute, variables, exchange, bucket_bytes, options.scaled)
 
     def _fetches(self, train: bool) -> dict[str, Any]:
         fetches: dict[str, Any] = self.network.get_fetches_dict(config=self.options.config, should_train=train, should_eval=True)
@@ -350,7 +345,7 @@ class NetworkGraph:
         """The gradients of the whole objective of a batch, which stay on this rank."""
         if self._whole is None:
             with self.graph.as_default():
-                self._whole = fetchable(tf.gradients(self.objective.whole, self.points.variables))
+                self._whole = gradients.fetchable(tf.gradients(self.objective.whole, self.points.variables))
         return self._whole
 
     # Variables
@@ -396,8 +391,8 @@ class _Parts:
         sets = [*computed, *([constraints] if constraints is not None else [])]
         alike = [_alike(variable, column) for variable, column in zip(variables, zip(*sets, strict=True), strict=True)]
         sets = [list(row) for row in zip(*alike, strict=True)]
-        self.sets = [fetchable(row) for row in sets[: len(computed)]]
-        self.constraints = fetchable(sets[-1]) if constraints is not None else None
+        self.sets = [gradients.fetchable(row) for row in sets[: len(computed)]]
+        self.constraints = gradients.fetchable(sets[-1]) if constraints is not None else None
 
 
 def _alike(variable: Any, column: Sequence[Any]) -> list[Any]:

@@ -115,7 +115,7 @@ def test_other_batches_are_refused_with_what_differs(tmp_path: Path, changed: di
     [
         (
             {"max_seqs_total": "2"},
-            "max_seqs_total: epoch 1 began on 2 ranks and keeps its batches of 1: until it ends, 1 ranks take 1",
+            "max_seqs_total: epoch 1 began on 2 ranks and keeps its batches of 1: until it ends, a step has 1 on 1 rank",
         ),
         ({"batch_size_total": "{'data': 100000}", "max_seqs_total": "2"}, "began on 2 ranks and keeps its batches"),
         (

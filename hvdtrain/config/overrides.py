@@ -11,9 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config.references import is_reference
 from hvdtrain.errors import ConfigError, Problem, problem
 
 COMMAND_LINE = "the command line"
@@ -167,9 +169,7 @@ def set_nested(
     if not isinstance(inside, dict):
         got = "nothing" if first not in values else type(inside).__name__
         close = get_close_matches(first, [key for key, value in values.items() if isinstance(value, dict)], n=1)
-        kind = {} if inside is None else {"class": repr(inside) if isinstance(inside, str) else "..."}
-        entries = ", ".join(f"'{name}': {text}" for name, text in {**kind, path[0]: "..."}.items())
-        hint = f" (in the config, write {first} = {{{entries}}})"
+        hint = f" (in the config, write {first} = {{{_entry_text(inside)}'{path[0]}': ...}})"
         hint = f" (did you mean {start}{'.'.join([*close, *path])}?)" if close else hint
         return problem("wrong-type", f"{start}{name}: expected '{first}' to be a dict in the config, got {got}{hint}")
     values[first] = inside = dict(inside)
@@ -185,3 +185,16 @@ def set_nested(
     if origin not in origins[first]:
         origins[first] = f"{origins[first]} and {origin}"
     return []
+
+
+def _entry_text(value: Any) -> str:
+    """What a value is in the dict that may be in its place.
+
+    >>> _entry_text("adam"), _entry_text("my_corpus:Words"), _entry_text("a.hdf,b.hdf"), _entry_text(["a.hdf"]), _entry_text(None)
+    ("'class': 'adam', ", "'class': 'my_corpus:Words', ", "'files': 'a.hdf,b.hdf', ", "'files': ..., ", '')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return f"'{'class' if value.isidentifier() or is_reference(value) else 'files'}': {value!r}, "
+    return f"'{'files' if isinstance(value, (list, tuple, PathLike)) else 'class'}': ..., "

@@ -55,6 +55,13 @@ def test_every_file_and_make_target_that_a_document_names_exists(document: Path)
         assert not named or re.search(rf"\b{name}\b", named[0].read_text()), f"{name} in {path}"
 
 
+def test_the_page_about_the_design_lists_every_plug_in() -> None:
+    section = (ROOT / "docs" / "design.md").read_text().partition("### Plug-ins\n")[2].partition("\n## ")[0]
+    table = "".join(line for line in section.splitlines() if line.startswith("| "))
+    folders = {path.parent.name for path in (ROOT / "hvdtrain" / "plugins").glob("*/__init__.py")}
+    assert set(re.findall(r"`(\w+)/`", table)) == folders
+
+
 def headings(document: Path) -> set[str]:
     """The anchors of a document's headings, as GitHub makes them, and those that it sets itself."""
     text = document.read_text()

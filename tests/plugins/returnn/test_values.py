@@ -316,9 +316,9 @@ def test_code_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Monkey
     for line, expected in {
         "import some_recipe.net": rf"my.config, line 12: ModuleNotFoundError: No module named 'some_recipe.parts', imported by "
         rf"{recipe}/net.py, line 2; looked in the package some_recipe: {recipe} .add its folder to PYTHONPATH",
-        "sys.path.append('/not/there')\nimport some_thing_else": "No module named 'some_thing_else', imported by .*/my.config, "
-        "line 13; looked in sys.path: ",
-        "from some_recipe.older import second": rf"cannot import name 'second'.*, imported by .*/my.config, line 12 "
+        "sys.path.append('/not/there')\nimport some_thing_else": "my.config, line 13: ModuleNotFoundError: No module named "
+        "'some_thing_else'; looked in sys.path: ",
+        "from some_recipe.older import second": rf"my.config, line 12: ImportError: cannot import name 'second' .*"
         rf".that module is {recipe}/older.py: another version",
     }.items():
         with pytest.raises(ConfigError, match=expected):

@@ -282,7 +282,7 @@ def _without_spellings(values: Mapping[str, Any], forgotten: Iterable[set[str]])
 
 def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin files with a mark
         if not text and not path.is_file():
             raise ConfigError.of(
                 "unreadable",

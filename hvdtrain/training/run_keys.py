@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.config.keys import (
@@ -49,7 +50,10 @@ class RunKeys(Section):
     model: str = key(
         REQUIRED,
         "where checkpoints go: the beginning of their names, such as exp/g2p/model",
-        Rule("a path on a disk (checkpoint_mirror copies checkpoints to a URL)", lambda value: not is_remote(value)),
+        Rule(
+            "a path on a disk (checkpoint_mirror copies checkpoints to a URL)",
+            lambda value: bool(Path(value).name) and not is_remote(value),
+        ),
     )
     num_epochs: int = key(5, "train up to this epoch", positive)
     random_seed: int = key(

@@ -514,6 +514,14 @@ def test_exceptions_in_a_config_name_the_line(tmp_path: Path, text: str, expecte
     assert str(problem).startswith(expected)
 
 
+def test_a_config_may_begin_with_the_mark_of_its_encoding(tmp_path: Path) -> None:
+    assert read_settings([written(tmp_path, f"\ufeff{MINIMAL}")], {}).run.task == "train"
+
+
+def test_a_model_has_a_name(tmp_path: Path) -> None:
+    assert problems(tmp_path, model="") == ["model: wrong-format"]
+
+
 def test_an_exception_in_a_module_that_the_config_imports_names_the_configs_line(tmp_path: Path) -> None:
     written(tmp_path, "a = 1\n\n\nb = = 2\n", "broken_module.py")
     (problem,) = found(tmp_path, "import broken_module\n", minimal="# first line\n")

@@ -359,7 +359,7 @@ def _read_start(folder: Path) -> tuple[list[Path], dict[str, Any]]:
         why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"{path}: expected what a training was started with, got: {why} ({hint})") from None
     for file, text in zip(files, texts.values(), strict=True):
-        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+        if not file.is_file() or file.read_text(encoding="utf-8-sig") != text:
             got = "another text" if file.is_file() else "no such file"
             raise CheckpointError(f"{file}: expected the config that the model was trained with, got {got} ({hint})")
     keys: dict[str, Any] = {}

@@ -118,6 +118,7 @@ def test_nothing_is_reported_if_nothing_is_left_out(tmp_path: Path, corpus: Path
         ),
         ("batch_size = 3\npacked = ['x']", "packed: expected data keys of train (data, classes, id), got 'x'"),
         ("batch_size = 3\nchunking = {'x': 3}", "chunking: expected data keys of train (data, classes, id), got 'x'"),
+        ("batch_size = 3\nmin_chunk_size = {'x': 3}", "min_chunk_size: expected data keys of train (data, classes, id), got 'x'"),
         (
             "batch_size = 3\ntrain['seq_list_filter_file'] = 'none'",
             "seq_list_filter_file: expected a text file with a tag on each",

@@ -220,4 +220,9 @@ def uses(settings: Settings, is_training: bool) -> dict[str, bool]:
     }
 
 
-CHUNKER = Chunker(chunks_of, uses, lambda settings: {"chunking": keys_of(settings.of(ChunkKeys))})
+def data_keys(settings: Settings) -> dict[str, list[str]]:
+    keys = settings.of(ChunkKeys)
+    return {"min_chunk_size" if parse(keys.chunking) is None else "chunking": keys_of(keys)}
+
+
+CHUNKER = Chunker(chunks_of, uses, data_keys)

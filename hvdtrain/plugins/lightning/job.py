@@ -74,7 +74,7 @@ class Job(OtherTrainer):
         self._num_predicted = 0  # batches
         self._ended: Any = None  # the arguments of on_train_batch_end for the step under way
         self._repeated: Any = None  # the last ones, on a rank that may have fewer batches than others
-        self._is_idle = False
+        self._is_idle = self._was_idle = False  # in this step, in this epoch
         self._updates = False
         self._begins_update = True
         self._skips = False
@@ -215,7 +215,7 @@ class Job(OtherTrainer):
         count each batch once."""
         self.logged.end_batches()
         self._ended = self._repeated
-        self._is_idle = True
+        self._is_idle = self._was_idle = True
 
     def on_step_end(self, training: Any) -> None:
         ended, self._ended = self._ended, None
@@ -325,6 +325,7 @@ class Job(OtherTrainer):
         """Collective, after the last step of a dataset. Returns the scores that are no means, by name."""
         if dataset == "train":
             self.logged.take_errors(means)
+            self._share_frozen()
             self.schedules.step_epoch(self.trainer.current_epoch + 1)  # of an epoch that ended early
             return {}
         self._begin_evaluation(dataset)
@@ -342,6 +343,19 @@ class Job(OtherTrainer):
         self.stage = "train"
         self.schedules.step_evaluated()
         return scores
+
+    def _share_frozen(self) -> None:
+        """Collective. A rank without a batch missed what training_step does to frozen parameters, such as a target network's: it
+        takes over those of a rank that had all batches."""
+        idle, self._was_idle = hvdtrain.all_gather(self._was_idle, name="lightning_idle"), False
+        if not any(idle) or all(idle):
+            return
+        frozen = {name: one.detach() for name, one in self.module.named_parameters() if not one.requires_grad}
+        sums = hvdtrain.all_gather({name: float(one.double().sum()) for name, one in frozen.items()}, name="lightning_frozen")
+        first = idle.index(False)
+        differing = {name: one.cpu() for name, one in frozen.items() if any(each.get(name) != sums[first][name] for each in sums)}
+        for name, one in hvdtrain.all_gather(differing, name="lightning_frozen")[first].items():
+            frozen[name].copy_(one)
 
     # The training
 

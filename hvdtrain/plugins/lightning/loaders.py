@@ -154,6 +154,10 @@ class Loaders:
         size = (values.get("max_seqs_dev") if kind != "train" else None) or values.get("max_seqs") or loader.batch_size
         return int(-(-len(loader.dataset) // size) if size else len(loader))
 
+    def are_even(self, kind: str, place: int) -> bool:
+        """Whether all ranks have a batch in each step."""
+        return self.limited(kind, place) * hvdtrain.size() <= self.num_of_all(kind, place)
+
 
 class OfRank:
     """A loader with another length."""

@@ -82,6 +82,11 @@ class Logged:
         self._warned: set[str] = set()
 
     @property
+    def place(self) -> int | None:
+        """The place of the loader whose batch is under way; None: no step is."""
+        return self._place if self._is_in_step else None
+
+    @property
     def _phase(self) -> Phase:
         return self._evaluation or self._train
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,23 @@ class Logger:
         raise refused("self.logger", name, "give a logger of Lightning's in lightning_trainer, or trackers: docs/reports.md")
 
 
-def gather(data: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-    """The tensors of all ranks, without gradients on several ranks. Raises: ConfigError, if they are wanted there."""
+def gather(job: Any, data: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    """The tensors of all ranks, without gradients on several ranks.
+
+    Raises:
+        ConfigError: gradients are wanted there, or a rank has no batch in a step, and so would not take part in one.
+    """
     if hvdtrain.size() == 1:
         return data
     if sync_grads:
         raise ConfigError.of("unsupported", "all_gather: expected sync_grads = False on several ranks, got True")
+    kind = {"train": "train", "validation": "val"}.get(job.stage, "test")
+    if job.logged.place is not None and job.stage != "predict" and not job.loaders.are_even(kind, job.logged.place):
+        raise ConfigError.of(
+            "unsupported",
+            f"all_gather: expected a batch on each rank in all steps of {kind}_dataloader, got fewer in the last one (leave "
+            f"them out by limit_{kind}_batches in lightning_trainer, or call it in on_{job.stage}_epoch_end)",
+        )
     return torch.stack(hvdtrain.all_gather(data.detach().cpu(), name="lightning_all_gather")).to(data.device)
 
 
@@ -72,7 +84,7 @@ def strategy(job: Any) -> Part:
         is_global_zero=hvdtrain.rank() == 0,
         _lightning_optimizers=job.manual.stepped if job.manual else job.optimizers,
         **({"backward": job.manual.backward, "optimizer_step": job.manual.optimizer_step} if job.manual else {}),
-        all_gather=gather,
+        all_gather=partial(gather, job),
         barrier=lambda *_: hvdtrain.all_gather(None) and None,
         broadcast=lambda value, src=0: hvdtrain.all_gather(value)[src],
         reduce_boolean_decision=lambda value, all=True: (min if all else max)(hvdtrain.all_gather(bool(value))),

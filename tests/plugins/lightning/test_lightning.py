@@ -1,6 +1,7 @@
 """LightningModules as they are: the same weights, rates and values as by Lightning's own Trainer."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ from torchmetrics import MeanSquaredError
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.lightning.arguments import Extent
+from hvdtrain.plugins.lightning.given import Given
+from hvdtrain.plugins.lightning.loaders import Loaders
 from hvdtrain.plugins.lightning.logged import Logged
+from hvdtrain.plugins.lightning.trainer import gather
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks  # noqa: E402
@@ -99,6 +104,21 @@ def test_metrics_with_the_states_of_all_ranks_do_not_gather_them_again(monkeypat
     module.mse.update(torch.zeros(2), torch.ones(2))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     assert module.mse.compute() == 1.0
+
+
+def test_a_rank_without_a_batch_in_the_last_step_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks have 13 batches in all."""
+    for arguments in ({"limit_train_batches": 6}, {}):
+        given = Given({"lightning_module": Net()}, None)
+        loaders = Loaders(given, Extent(arguments))
+        loaders.of("train")
+        with monkeypatch.context() as patched:
+            patched.setattr(hvdtrain, "size", lambda: 2)
+            assert loaders.are_even("train", 0) == bool(arguments)
+            if not arguments:
+                job = SimpleNamespace(stage="train", logged=SimpleNamespace(place=0), loaders=loaders)
+                with pytest.raises(ConfigError, match="all_gather: expected a batch on each rank in all steps of train"):
+                    gather(job, torch.zeros(2))
 
 
 def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:

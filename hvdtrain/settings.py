@@ -359,8 +359,8 @@ def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[
     if reduce.use_horovod and reduce.torch_distributed is None:
         return None, problem(
             "conflict",
-            "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu or dist_ keys, which belong to "
-            "torch.distributed (mpirun -np N ..., or leave use_horovod out)",
+            "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu (in a call: ranks) or dist_ keys, "
+            "which belong to torch.distributed (mpirun -np N ..., or leave use_horovod out)",
         )
     others = [each.name for each in entries_of("torch_distributed")]
     origin = origins.get("torch_distributed", COMMAND_LINE)

@@ -152,7 +152,8 @@ class _Job:
         if self.handles_signals and thread is not main_thread():  # Python sets signal handlers only there
             raise LaunchError(f"handle_signals: expected a call in the main thread, got one in the thread {thread.name!r}")
         with _one_job(), _restored_process(configs):
-            settings = read_settings(configs, self.keys, CALL)
+            keys = self.keys if self.ranks in (None, 1) else {**self.keys, "ngpu": self.ranks}
+            settings = read_settings(configs, keys, CALL)
             wanted = _ranks_to_start(settings, self.ranks)
             if not wanted:
                 process = Process(is_own=False, handles_signals=self.handles_signals, log_handler=ToProgram)
@@ -306,11 +307,6 @@ def _ranks_to_start(settings: Settings, ranks: int | None) -> list[Place]:
         return []
     if place.launcher is not None:
         raise LaunchError(f"ranks: expected none for a process that {place.launcher} has started as a rank, got {ranks}")
-    if settings.reduce.use_horovod:
-        raise LaunchError(
-            f"ranks: expected torch.distributed for ranks that the call starts, got {ranks} and use_horovod (use_horovod=False "
-            "with backend 'torch'; or mpirun -np N python PROGRAM.py, where each process calls hvdtrain.train without ranks)"
-        )
     return [Place("hvdtrain", rank, ranks, rank, ranks) for rank in range(ranks)]
 
 

@@ -239,8 +239,9 @@ def _numbers(values: Array) -> list[float]:
     size = numpy.abs(flat)
     dtype = numpy.result_type(flat.dtype, numpy.float32)
     places = numpy.arange(len(flat), dtype=numpy.float64)
-    by_place = size * places.astype(numpy.float32)
-    weighted = flat * numpy.sin(places**2)
+    with numpy.errstate(invalid="ignore"):  # 0 times an infinite value, which the data may have
+        by_place = size * places.astype(numpy.float32)
+        weighted = flat * numpy.sin(places**2)
     last = float(weighted.sum()) * len(flat) ** 0.5  # rounding adds up with the root of the number of values
     return [float(size.sum(dtype=dtype)), float(by_place.sum(dtype=dtype)) / max(1, len(flat) - 1), last]
 

@@ -129,7 +129,7 @@ docs: setup-dev
 	NO_MKDOCS_2_WARNING=1 $(PYTHON_OF_VENV) -m mkdocs build --quiet --clean --config-file tools/site/mkdocs.yml
 	$(PYTHON_OF_VENV) tools/site/check.py site
 
-# How long --help takes, as a multiple of "import numpy". Above 3, something that --help does not need is imported.
+# How long --help takes, as a multiple of "import numpy". Above 2.2, something that --help does not need is imported.
 help-time: setup
 	@PYTHONDONTWRITEBYTECODE= $(PYTHON_OF_VENV) tools/help_time.py
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Literal
 
 from hvdtrain.comm.base import Communicator
@@ -129,6 +128,8 @@ def check_alike(comm: Communicator, fact: Fact, values: Mapping[str, str], of: s
     name = f"compare_{fact}"
     of = compared.of if of is None else of
     # Checksums first: the values of all ranks, such as the shapes of a thousand parameters, would fill the memory of each rank.
+    from hashlib import sha256  # loads OpenSSL, a tenth of the time of --help, which needs the names above
+
     checksum = sha256(repr(sorted(values.items())).encode()).digest()
     checksums = comm.gather(checksum, name=name)
     rank = next((rank for rank, theirs in enumerate(checksums) if theirs != checksums[0]), None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from hashlib import sha256
 
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor
@@ -42,6 +41,8 @@ def _differing(comm: Communicator, state: ModelState, roles: Sequence[Role]) -> 
     named = named_kinds(state, roles)
     if comm.size == 1 or not named:
         return [{} for _ in roles]
+    from hashlib import sha256  # as in comm/alike.py
+
     mine = sha256(repr(named).encode()).digest(), [digest for role in roles for digest in state.digests(role)]
     everybodys = comm.gather(mine, name="buffers")
     if any(signature != mine[0] for signature, _ in everybodys):

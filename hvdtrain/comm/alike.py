@@ -124,12 +124,12 @@ def check_alike(comm: Communicator, fact: Fact, values: Mapping[str, str], of: s
     Raises:
         ConfigError: on all ranks, with the names that differ and the first rank that differs.
     """
+    from hashlib import sha256  # loads OpenSSL, a tenth of the time of --help, which needs the names above
+
     compared = COMPARED[fact]
     name = f"compare_{fact}"
     of = compared.of if of is None else of
     # Checksums first: the values of all ranks, such as the shapes of a thousand parameters, would fill the memory of each rank.
-    from hashlib import sha256  # loads OpenSSL, a tenth of the time of --help, which needs the names above
-
     checksum = sha256(repr(sorted(values.items())).encode()).digest()
     checksums = comm.gather(checksum, name=name)
     rank = next((rank for rank, theirs in enumerate(checksums) if theirs != checksums[0]), None)

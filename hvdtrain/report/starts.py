@@ -87,6 +87,15 @@ SHOWN_HOSTS = 8
 """The most hosts that a line names."""
 
 
+def ranks_text(size: int) -> str:
+    """How many ranks there are.
+
+    >>> ranks_text(1), ranks_text(2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{size} rank{'s' * (size != 1)}"
+
+
 def hosts_text(hosts: Iterable[tuple[str, str]]) -> str:
     """The number of ranks on each host.
 

@@ -22,7 +22,7 @@ from hvdtrain.learner.precision import cpu_emulates_bfloat16
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.report.commit import commit_of
 from hvdtrain.report.rows import end_row
-from hvdtrain.report.starts import Start, append_start, hosts_text, report_command
+from hvdtrain.report.starts import Start, append_start, hosts_text, ranks_text, report_command
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import BETWEEN
 from hvdtrain.settings import Settings
@@ -56,8 +56,7 @@ def announce(settings: Settings, session: Session, limits: TrainingLimits, hosts
 def log_ranks(settings: Settings, size: int, hosts: list[Host], level: int) -> None:
     """Log where the ranks run, and warn of problems with the way in which they were started."""
     place = this_process.place()
-    ranks = f"{size} rank{'s' if size > 1 else ''}"
-    log.write(level, f"hvdtrain {__version__}, {settings.run.backend}: {ranks}, {hosts_text(hosts)}")
+    log.write(level, f"hvdtrain {__version__}, {settings.run.backend}: {ranks_text(size)}, {hosts_text(hosts)}")
     if settings.reduce.use_horovod and place.launcher is None:
         log.warning("use_horovod is set, but this process was started alone: it trains as one rank (for 2: mpirun -np 2 ...)")
     if settings.torch_distributed is not None and place.launcher is None and settings.launch.ngpu is None:

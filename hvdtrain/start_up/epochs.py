@@ -14,6 +14,7 @@ from hvdtrain.config.plugins import Registry
 from hvdtrain.data.feed import Feed
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.base import Learner
+from hvdtrain.report.starts import ranks_text
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
@@ -31,7 +32,7 @@ class BegunEpoch:
 
     def line(self, settings: Settings, ranks: int) -> str:
         """The warning about its steps on now so many ranks; empty: its batches do not depend on the number of ranks."""
-        began = f"epoch {self.number} began on {_count(self.ranks)}"
+        began = f"epoch {self.number} began on {ranks_text(self.ranks)}"
         if settings.reduce.dataset_distribution != "shard":
             rest = "what the others had left is not trained" if ranks < self.ranks else "each new rank joins at their position"
             return f"horovod_dataset_distribution: {began}, each with an order of its own: {rest}"
@@ -39,15 +40,11 @@ class BegunEpoch:
             total = getattr(settings.batch, name)
             if isinstance(total, int):
                 size = max(1, total // self.ranks)
-                rest = f"until it ends, a step has {ranks * size} on {_count(ranks)} instead of {total}"
+                rest = f"until it ends, a step has {ranks * size} on {ranks_text(ranks)} instead of {total}"
                 return f"{name}: {began} and keeps its batches of {size}: {rest}"
             if total is not None:
                 return f"{name}: {began} and keeps its batches: until it ends, a step has {ranks} of them instead of {self.ranks}"
         return ""
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks != 1)}"
 
 
 class EqualEpochs:

@@ -31,6 +31,7 @@ from hvdtrain.plugins.local_ranks.processes import launch
 from hvdtrain.plugins.prove.causes import Case, causes, describe_exchange
 from hvdtrain.plugins.prove.compare import Agreement, Record, compare, distance_words, means
 from hvdtrain.plugins.prove.training import BATCHES, GlobalBatches, Task, run_task, written
+from hvdtrain.report.starts import ranks_text
 from hvdtrain.settings import Settings, read_settings, with_datasets
 
 USAGE = "python -m hvdtrain prove CONFIG [CONFIG ...] [options] [++KEY VALUE ...]"
@@ -78,7 +79,7 @@ class Run:
         return f"{self.transport or 'alone'}-{self.size}"
 
     def __str__(self) -> str:
-        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        ranks = ranks_text(self.size)
         return ranks if self.transport is None else f"{ranks} over {TRANSPORTS[self.transport]}"
 
 

@@ -21,6 +21,7 @@ from hvdtrain.errors import first_few
 from hvdtrain.learner.base import Learner
 from hvdtrain.learner.optimizer import class_names
 from hvdtrain.plugins.prove.compare import Comparison, ModulePart, Record, compare, factor
+from hvdtrain.report.starts import ranks_text
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session
 
@@ -231,8 +232,8 @@ def _counts(case: Case) -> Iterator[str]:
             )
         else:
             yield (
-                f"elements: {name} has {ours:g} elements in step 1 of {_ranks(case.one)}, {theirs:g} in that of "
-                f"{_ranks(case.other)}: are padded frames among them? (select the others with extern_data[...].mask)"
+                f"elements: {name} has {ours:g} elements in step 1 of {ranks_text(case.one.size)}, {theirs:g} in that of "
+                f"{ranks_text(case.other.size)}: are padded frames among them? (select the others with extern_data[...].mask)"
             )
 
 
@@ -277,7 +278,7 @@ def _gradient_factor(case: Case) -> Iterator[str]:
         if averaged
         else "is a loss divided by the size of a batch, or multiplied by the number of ranks?"
     )
-    yield f"a factor: all gradients of update 1 are {ratio_found:.6g} times those of {_ranks(case.other)} ({why})"
+    yield f"a factor: all gradients of update 1 are {ratio_found:.6g} times those of {ranks_text(case.other.size)} ({why})"
 
 
 def _statistics(case: Case) -> Iterator[str]:
@@ -326,7 +327,8 @@ def describe_exchange(case: Case) -> str | None:
     """Whether the exchange between the ranks causes the difference; None: unknown."""
     if case.exchange_agrees is None:
         return None
-    what = f"one rank that takes the batches of {_ranks(case.several)} one after another, with their learning rates, computes"
+    ranks = ranks_text(case.several.size)
+    what = f"one rank that takes the batches of {ranks} one after another, with their learning rates, computes"
     if case.exchange_agrees:
         return f"{what} the same: the exchange between the ranks is right"
     return f"{what} something else, too"
@@ -354,7 +356,3 @@ def name_parts(parts: Sequence[ModulePart]) -> str:
     'Dropout at a, Net'
     """
     return first_few([f"{part.type} at {part.name}" if part.name else part.type for part in parts], MOST_NAMES)
-
-
-def _ranks(record: Record) -> str:
-    return f"{record.size} rank{'s' if record.size > 1 else ''}"

@@ -13,6 +13,7 @@ from hvdtrain.plugins.report.plots import finite, seconds_of, sequences_per_seco
 from hvdtrain.plugins.report.runs import Run
 from hvdtrain.plugins.report.slow_ranks import straggler
 from hvdtrain.report import rows
+from hvdtrain.report.starts import ranks_text
 from hvdtrain.runtime.timer import duration_text
 
 SILENT = 120.0
@@ -202,7 +203,7 @@ def tiles(run: Run) -> str:
     tiles.append(tile("time", duration_text(whole or of_epochs), ", ".join(parts)))
     rate = next((rate for epoch in reversed(run.epochs) if (rate := sequences_per_second(epoch)) is not None), None)
     if rate is not None:
-        tiles.append(tile(f"speed on {num_ranks(run)} rank{'s' * (num_ranks(run) != 1)}", f"{rate:,.4g}", "sequences/s"))
+        tiles.append(tile(f"speed on {ranks_text(num_ranks(run))}", f"{rate:,.4g}", "sequences/s"))
     computing = [epoch for epoch in run.epochs if finite(epoch.get("computing")) is not None]
     if computing:
         share = sum(epoch["computing"] * epoch["elapsed"] for epoch in computing) / sum(epoch["elapsed"] for epoch in computing)

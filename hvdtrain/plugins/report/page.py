@@ -27,7 +27,7 @@ from hvdtrain.plugins.report.runs import Run, read_runs
 from hvdtrain.plugins.report.slow_ranks import straggler_line
 from hvdtrain.plugins.report.state import State
 from hvdtrain.report.ends import Status
-from hvdtrain.report.starts import hosts_text
+from hvdtrain.report.starts import hosts_text, ranks_text
 from hvdtrain.runtime.timer import duration_text
 from hvdtrain.version import __version__
 
@@ -264,7 +264,7 @@ def _dot(number: int) -> str:
 def _hosts(start: Mapping[str, Any]) -> str:
     """The ranks by host: '4 ranks: 2 on a (CPU), 2 on b (CPU)'."""
     hosts = [(host, device) for host, device in start.get("hosts") or ()]
-    return f"{len(hosts)} rank{'s' if len(hosts) > 1 else ''}: {hosts_text(hosts)}" if hosts else ""
+    return f"{ranks_text(len(hosts))}: {hosts_text(hosts)}" if hosts else ""
 
 
 def _straggler_list(run: Run) -> str:

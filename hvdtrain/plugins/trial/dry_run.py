@@ -24,6 +24,7 @@ from hvdtrain.engine import Engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.trial.keys import TrialKeys, parse_placements
 from hvdtrain.plugins.trial.scaling import predict_speed, spread
+from hvdtrain.report.starts import ranks_text
 from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.log import silence
@@ -227,9 +228,8 @@ def _time_lines(phases: list[PhaseEstimate], ranks: int, epochs: int) -> list[st
         steps = f"{phase.steps} step{'s' if phase.steps != 1 else ''} of {computing:.3g} s{slow}"
         lines.append(f"estimate: {phase.name}: {duration_text(phase.seconds)} ({steps})")
     epoch = sum(phase.seconds for phase in phases)
-    where = f"{ranks} rank{'s' if ranks > 1 else ''}"
     more = f"; {epochs} epochs: {duration_text(epochs * epoch)}" if epochs > 1 else ""
-    lines.append(f"estimate: an epoch on {where}: {duration_text(epoch)}, without saving{more}")
+    lines.append(f"estimate: an epoch on {ranks_text(ranks)}: {duration_text(epoch)}, without saving{more}")
     return [*lines, "estimate: padding: " + ", ".join(f"{name} {share:.1%}" for name, share in train.padding.items())]
 
 

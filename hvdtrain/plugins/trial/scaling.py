@@ -25,6 +25,7 @@ from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.steps import steps_per_update
 from hvdtrain.plugins.trial import predict
 from hvdtrain.plugins.trial.keys import Placement
+from hvdtrain.report.starts import ranks_text
 from hvdtrain.settings import Settings
 from hvdtrain.start_up.job import open_session
 from hvdtrain.training.agreement import plan_together
@@ -245,15 +246,11 @@ def lines(measured: predict.Measurement, predictions: Sequence[predict.Predictio
     return lines + _notes(measured, predictions)
 
 
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' if number > 1 else ''}"
-
-
 def _measured_lines(measured: predict.Measurement) -> list[str]:
     hosts = f"{measured.hosts} host{'s' if measured.hosts > 1 else ''} of {measured.cores} cores"
     slow = f", every one {1e3 * measured.slow_rank:.3g} ms longer on the slowest rank" if measured.slow_rank else ""
     text = [
-        f"measured on {_ranks(measured.size)} on {hosts}: a step computes "
+        f"measured on {ranks_text(measured.size)} on {hosts}: a step computes "
         f"{1e3 * measured.fixed:.3g} ms and {1e6 * measured.per_frame:.3g} us for each padded frame, "
         f"with {1e3 * statistics.pstdev(measured.jitter or [0.0]):.3g} ms of variation{slow}; "
         f"reading takes {1e6 * measured.reading_per_frame:.2g} us for each"
@@ -284,7 +281,7 @@ def _notes(measured: predict.Measurement, predictions: Sequence[predict.Predicti
     notes = list(METHOD_NOTES) if any(prediction.placement.ranks > 1 for prediction in predictions) else []
     placements = [prediction.placement for prediction in predictions]
     if any(placement.ranks > measured.size for placement in placements):
-        notes.append(f"* extrapolated from {_ranks(measured.size)}, by the formulas in docs/performance.md")
+        notes.append(f"* extrapolated from {ranks_text(measured.size)}, by the formulas in docs/performance.md")
     several = any(placement.ranks > (placement.per_host or measured.per_host) for placement in placements)
     if measured.exchange is None:
         if any(placement.ranks > 1 for placement in placements):

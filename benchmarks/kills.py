@@ -384,7 +384,7 @@ def _compare_weights(disturbed: Path, whole: Path, epochs: int) -> None:
     """Raise SystemExit unless two trainings ended with the same model and the same scores in every epoch."""
     import torch
 
-    files = [CheckpointFolder(folder / "model").at(epochs).model_file for folder in (disturbed, whole)]
+    files = [CheckpointFolder(folder / "model").checkpoint_at(epochs).model_file for folder in (disturbed, whole)]
     one, other = (torch.load(file, weights_only=True)["model"] for file in files)
     different = [name for name in other if not torch.equal(one[name], other[name])]
     lines = [(folder / "scores.jsonl").read_text().splitlines() for folder in (disturbed, whole)]

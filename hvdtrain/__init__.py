@@ -4,14 +4,21 @@ A config can call `rank()` and `size()` anywhere, `run_on_main()`, `all_reduce()
 calls, and `get_run_ctx()` in train_step and forward_step. Other programs call `train`, `evaluate`, `forward` and `load_model`.
 """
 
-from typing import TYPE_CHECKING, Any
+import sys
 
-from hvdtrain.comm.for_configs import gather_values as all_gather
-from hvdtrain.comm.for_configs import run_on_main
-from hvdtrain.comm.this_process import place as _place
-from hvdtrain.context import get_run_ctx
-from hvdtrain.errors import BrokenSequence, ConfigError, HvdtrainError
-from hvdtrain.version import __version__
+try:
+    from typing import TYPE_CHECKING, Any
+
+    from hvdtrain.comm.for_configs import gather_values as all_gather
+    from hvdtrain.comm.for_configs import run_on_main
+    from hvdtrain.comm.this_process import place as _place
+    from hvdtrain.context import get_run_ctx
+    from hvdtrain.errors import BrokenSequence, ConfigError, HvdtrainError
+    from hvdtrain.version import __version__
+except KeyboardInterrupt:
+    if sys.argv[:1] != ["-m"]:
+        raise
+    sys.exit(130)  # `python -m hvdtrain` imports this before __main__.py, and ends as that does
 
 if TYPE_CHECKING:
     from hvdtrain.config.plugins import Plugin

@@ -238,8 +238,8 @@ def without_options(arguments: list[str]) -> list[str]:
     >>> without_options(["--dry-run", "--overfit-batches", "1", "config.py"])
     ['++overfit_batches', '1', 'config.py']
     """
-    rest = [word for word in arguments if word not in (*TASK_OPTIONS, "--print-config", "--changed")]
-    return [re.sub("^(--[a-z-]+)(?==|$)", lambda match: VALUE_OPTIONS.get(match[1], match[1]), word) for word in rest]
+    words = [word for word in arguments if word not in (*TASK_OPTIONS, "--print-config", "--changed")]
+    return [re.sub("^(--[a-z-]+)(?==|$)", lambda match: VALUE_OPTIONS.get(match[1], match[1]), word) for word in words]
 
 
 def exit_status(work: Callable[[], object], interrupted: str = INTERRUPTED) -> int:

@@ -149,9 +149,9 @@ class RunContext:
 STATISTIC = ":sum"
 
 
-def statistic_name(name: str, place: int) -> str:
+def statistic_name(name: str, column: int) -> str:
     """The name, among the scores, of one number of a statistic."""
-    return f"{name}{STATISTIC}{place}"
+    return f"{name}{STATISTIC}{column}"
 
 
 _current: ContextVar[RunContext] = ContextVar("hvdtrain_run_context")

@@ -159,8 +159,8 @@ def first_few(names: Sequence[str], most: int) -> str:
 
 def raised_text(error: BaseException) -> str:
     """An exception of another library as text, with the place that raised it: an assertion often has no message."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}{f': {error}' if str(error) else ''} in {place.filename}, line {place.lineno}"
+    raised_at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}{f': {error}' if str(error) else ''} in {raised_at.filename}, line {raised_at.lineno}"
 
 
 def problem(rule: ProblemRule, sentence: str) -> list[Problem]:
@@ -263,8 +263,8 @@ def failure_text(error: BaseException) -> str:
         inside = []
         lines.append(line)
     said = traceback.format_exception_only(error)
-    rest = [*lines, *inside]
-    return "".join([*said, *rest[: len(rest) - len(said)], f"{_first_line(error)}\n"])
+    stack = [*lines, *inside]
+    return "".join([*said, *stack[: len(stack) - len(said)], f"{_first_line(error)}\n"])
 
 
 TOLD_BY = "told_by"
@@ -276,5 +276,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(frame: str) -> str:
-    file, _, rest = frame.removeprefix(PACKAGE).partition('", line ')
-    return f"{file}:{rest.partition(',')[0]}"
+    file, _, after_file = frame.removeprefix(PACKAGE).partition('", line ')
+    return f"{file}:{after_file.partition(',')[0]}"

@@ -97,12 +97,12 @@ def explanation(word: str) -> str:
         return "\n".join(_key_text(section, key) for section, key in meant_keys)
     if name.lower() in topics:
         return _section_text(topics[name.lower()])
-    for known in filter(None, (each.explain(name) for each in TRANSLATIONS.values())):
-        return "\n".join([name, *_wrap(known, "    ", "    ")]) + "\n"
+    for explanation in filter(None, (each.explain(name) for each in TRANSLATIONS.values())):
+        return "\n".join([name, *_wrap(explanation, "    ", "    ")]) + "\n"
     names = [key.name for section in _sections() for key in declared_keys(section)]
     about = [key.name for section in _sections() for key in declared_keys(section) if _mentions(key.doc, name)]
-    containing = [known for known in dict.fromkeys(names) if len(name) > 2 and name.lower() in known.lower()]
-    about = [known for known in about if known not in containing]
+    containing = [key_name for key_name in dict.fromkeys(names) if len(name) > 2 and name.lower() in key_name.lower()]
+    about = [key_name for key_name in about if key_name not in containing]
     meant = did_you_mean(name, containing) or did_you_mean(name, [*names, *topics])
     if containing and not did_you_mean(name, containing):
         more = f" {len(containing) - MOST} more have it in their names" if len(containing) > MOST else ""
@@ -197,9 +197,9 @@ def _title(section: type) -> str:
     return (section.__doc__ or "").splitlines()[0]
 
 
-def _wrap(text: str, first: str, others: str) -> Iterable[str]:
+def _wrap(text: str, first: str, later: str) -> Iterable[str]:
     """The lines of a text, as wide as the terminal."""
     width = min(WIDEST, shutil.get_terminal_size().columns)
     return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
     )

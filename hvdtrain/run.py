@@ -120,7 +120,7 @@ def train(settings: Settings, comm: Communicator | None = None) -> Trained:
         progress = session.progress
         num_epochs = progress.epoch - epochs_before
         log_end(settings, session, num_epochs)
-        checkpoint = checkpoint_folder(settings).at(progress.epoch).model_file
+        checkpoint = checkpoint_folder(settings).checkpoint_at(progress.epoch).model_file
         best = session.best.summary(session.best.records(progress))
         return Trained(session.learner, list(progress.history), best, checkpoint, num_epochs, averages, pruned)
 

@@ -149,12 +149,12 @@ class Settings:
     @property
     def shared_keys(self) -> dict[str, str]:
         """By name, as text, the values that have to be the same on all ranks."""
-        left_out = OWN_KEYS | (OF_LOCAL_UPDATES if self.reduce.updates_alone else frozenset())
+        own_keys = OWN_KEYS | (OF_LOCAL_UPDATES if self.reduce.updates_alone else frozenset())
         if self.reduce.dataset_distribution != "shard":
-            left_out |= {"random_seed"}
+            own_keys |= {"random_seed"}
         texts = {name: "None" if value is None else "a folder" for name, value in self._named_values() if name in OWN_FOLDERS}
         for name, value in self._named_values():
-            if name not in left_out and name not in OWN_FOLDERS:
+            if name not in own_keys and name not in OWN_FOLDERS:
                 text = as_text(value)
                 texts[name] = value_text(value) if text is None else text
         return texts | {"evaluated datasets": repr([spec.name for spec in self.evaluations])}
@@ -202,8 +202,8 @@ def all_keys() -> list[Key]:
 def entries_of(name: str) -> list[Key]:
     """The entries of a dict among `DICTS`, each with its name in the dict."""
     spelled = [(key, spelling.partition(".")) for key in all_keys() for spelling in key.names]
-    others = [replace(key, name=entry) for key, (outer, _, entry) in spelled if outer == name and entry]
-    return [*declared_keys(DICTS[name]), *others]
+    spelled_entries = [replace(key, name=entry) for key, (outer, _, entry) in spelled if outer == name and entry]
+    return [*declared_keys(DICTS[name]), *spelled_entries]
 
 
 BOOLEAN_KEYS = frozenset(declared_key.name for declared_key in all_keys() if declared_key.type is bool)
@@ -223,7 +223,8 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     keys = {declared_key.name: declared_key for declared_key in all_keys()}
     types = {name: declared_key.type for name, declared_key in keys.items()}
     types |= {alias: types[name] for alias, name in ALIASES.items() if name in types}
-    watches, names = Watches(), [*(each.names for each in keys.values()), *SPELLINGS]
+    watches = Watches()
+    names = [*(each.names for each in keys.values()), *SPELLINGS]
     notes: list[str] = []
     seeded = partial(_seeded, overrides.get("random_seed"), notes)
     source = load(configs, overrides, types, watches.builtins, origin, names, seeded)
@@ -271,7 +272,7 @@ def check(source: Source, names: list[str]) -> Settings:
         *((name, entries_of(name)) for name in DICTS),
         *(("train", declared_keys(section)) for section in DATASET_SECTIONS),
     ]
-    inside = {each.name: f"{place}.{each.name}" for place, keys in entries for each in keys}
+    inside = {each.name: f"{outer}.{each.name}" for outer, keys in entries for each in keys}
     unknown, look_alikes = unknown_keys(source, [*names, *ALIASES], inside)
     problems = [*source.problems, *unknown]
     built: dict[type, Any] = {}
@@ -362,7 +363,7 @@ def _torch_distributed(sections: Sections, origins: Mapping[str, str]) -> tuple[
             "use_horovod: expected mpirun, horovodrun or srun to start the processes, got ngpu (in a call: ranks) or dist_ keys, "
             "which belong to torch.distributed (mpirun -np N ..., or leave use_horovod out)",
         )
-    others = [each.name for each in entries_of("torch_distributed")]
+    entry_names = [each.name for each in entries_of("torch_distributed")]
     origin = origins.get("torch_distributed", COMMAND_LINE)
-    keys, problems = torch_distributed_of(reduce.torch_distributed or {}, others, sections, origin)
+    keys, problems = torch_distributed_of(reduce.torch_distributed or {}, entry_names, sections, origin)
     return keys, problems

@@ -109,7 +109,7 @@ class CheckpointFolder:
             rf"|\.(?P<model>{'|'.join(map(re.escape, self.model_suffixes))}))"
         )
 
-    def at(self, epoch: int, step: int | None = None) -> Checkpoint:
+    def checkpoint_at(self, epoch: int, step: int | None = None) -> Checkpoint:
         """The checkpoint of a finished epoch, or with `step` of one under way, in any format; or the one to write."""
         new = self.new(epoch, step)
         names = (self._is_pretrain(epoch), not self._is_pretrain(epoch))[: 1 if self._model_marker is None else 2]
@@ -264,14 +264,18 @@ class CheckpointFolder:
             self._abandon(later, names)
             names = self._names()
         matches = map(self._pattern.fullmatch, names)
-        within_epochs = {self.at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]}
+        within_epochs = {
+            self.checkpoint_at(int(match["epoch"]), int(match["step"])) for match in matches if match and match["step"]
+        }
         wanted = {checkpoint for checkpoint in within_epochs if checkpoint.age in keep_models} - {newest}
         kept = {each for each in wanted if any(each.model_file_as(suffix).name in names for suffix in self.model_suffixes)}
         self.remove(within_epochs - kept - {newest})  # also incomplete ones without a model, which a kill left behind
         for checkpoint in kept:
             self._remove_all_but_model(checkpoint, names)
         finished = dict.fromkeys(checkpoint.epoch for checkpoint in self._complete_checkpoints(names) if checkpoint.step is None)
-        with_optimizer = [self.at(epoch) for epoch in finished if self.at(epoch).optimizer_file.name in names]
+        with_optimizer = [
+            self.checkpoint_at(epoch) for epoch in finished if self.checkpoint_at(epoch).optimizer_file.name in names
+        ]
         for checkpoint in with_optimizer[:-KEEP_OPTIMIZERS]:
             if not _is_from_returnn(checkpoint.optimizer_file):
                 self._remove_all_but_model(checkpoint, names)

@@ -58,7 +58,7 @@ class StartKeys(Section):
         needs="torch",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         if not (self.checkpoint_reader is None or callable(self.checkpoint_reader) or is_reference(self.checkpoint_reader)):
             return problem(
                 "wrong-type", f"checkpoint_reader: expected a function or 'module:name', got {self.checkpoint_reader!r}"
@@ -76,7 +76,7 @@ class StartKeys(Section):
         needing = [name for name, file in files.items() if file is not None and is_safetensors(file)]
         if missing := [problem for name in needing for problem in missing_package(name)]:
             return missing
-        launch = others.get(LaunchKeys)
+        launch = sections.get(LaunchKeys)
         return self.restart_problems() if launch is not None and launch.max_restarts else []
 
     def restart_problems(self) -> list[Problem]:
@@ -125,7 +125,7 @@ class SavingKeys(Section):
         "safetensors); None: 'pt' with PyTorch, 'npz' with TensorFlow. Other files of a checkpoint are in the framework's own",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         problems = missing_package("checkpoint_format") if self.checkpoint_format == SAFETENSORS else []
         if self.save_interval_minutes == "auto" and (hint := absent("goodput")):
             problems += problem("unsupported", f"save_interval_minutes: expected a number of minutes, got 'auto'{hint}")

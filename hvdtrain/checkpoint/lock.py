@@ -186,8 +186,8 @@ def _open(path: Path) -> int:
 
 def _not_a_file(path: Path) -> CheckpointError:
     mode = path.lstat().st_mode
-    what = "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
-    return CheckpointError(f"model: expected {path} to be a file, got {what} (remove it)")
+    file_type = "a link" if stat.S_ISLNK(mode) else "a folder" if stat.S_ISDIR(mode) else "a pipe, socket or device"
+    return CheckpointError(f"model: expected {path} to be a file, got {file_type} (remove it)")
 
 
 def _write(file: int, holder: Holder) -> None:

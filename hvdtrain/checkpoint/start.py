@@ -62,11 +62,11 @@ def _start_of_training(keys: StartKeys, folder: CheckpointFolder) -> StartingPoi
                 f"start_epoch, load_epoch: expected load_epoch = {keys.start_epoch - 1}, after which epoch {keys.start_epoch} "
                 f"begins, got {keys.load_epoch} (to begin it with another model, set `load` to its file)"
             )
-        return StartingPoint(_require_complete(folder.at(keys.start_epoch - 1), folder))
+        return StartingPoint(_require_complete(folder.checkpoint_at(keys.start_epoch - 1), folder))
     if keys.load is None and keys.load_epoch is not None:
         if keys.start_epoch == 1:
             return StartingPoint(model_file=model_file(keys, folder), epoch=0)
-        return StartingPoint(_require_complete(folder.at(*_position(keys.load_epoch, folder.prefix)), folder))
+        return StartingPoint(_require_complete(folder.checkpoint_at(*_position(keys.load_epoch, folder.prefix)), folder))
     if newest is not None and keys.start_epoch == "auto":
         return StartingPoint(newest)
     if newest is None and keys.start_epoch == "auto":
@@ -116,7 +116,7 @@ def position_of_model(
 def _refuse_to_replace(folder: CheckpointFolder) -> None:
     """Raises: CheckpointError, if a trained model has lost its optimizer: training would begin anew, and replace the model."""
     if epochs := folder.finished_epochs():
-        last = folder.at(epochs[-1])
+        last = folder.checkpoint_at(epochs[-1])
         raise CheckpointError(
             f"model: expected {last.optimizer_file}, with which training continues after epoch {last.epoch}, got no such file "
             f"(++start_epoch {last.epoch + 1} ++load {last.model_file} continues with a new optimizer; ++start_epoch 1 begins "
@@ -158,20 +158,20 @@ def model_file(keys: StartKeys, folder: CheckpointFolder) -> Path:
         return file
     if keys.load_epoch is not None:
         position = _position(keys.load_epoch, folder.prefix)
-        if not folder.at(*position).model_file.exists():
+        if not folder.checkpoint_at(*position).model_file.exists():
             raise CheckpointError(
                 f"load_epoch: expected an epoch that has a model, got {keys.load_epoch}: there is no "
-                f"{folder.at(*position).model_file}"
+                f"{folder.checkpoint_at(*position).model_file}"
             )
-        return folder.at(*position).model_file
+        return folder.checkpoint_at(*position).model_file
     last = max(folder.finished_epochs(), default=None)
     if last is None and keys.import_model_train_epoch1 is not None:
         return _file(keys.import_model_train_epoch1, folder, keys, "import_model_train_epoch1")
     if last is None:
         raise CheckpointError(
-            f"load: expected a trained model, got no file such as {folder.at(1).model_file} (set load to a model file)"
+            f"load: expected a trained model, got no file such as {folder.checkpoint_at(1).model_file} (set load to a model file)"
         )
-    return folder.at(last).model_file
+    return folder.checkpoint_at(last).model_file
 
 
 def epoch_of_file(keys: StartKeys, folder: CheckpointFolder) -> int | None:
@@ -240,8 +240,8 @@ def resume(
     progress = Progress()
     if start.checkpoint is not None:
         progress = _load(comm, loader, checkpoints, start.checkpoint, keys.fresh_optimizer)
-        what = ", with a new optimizer" if keys.fresh_optimizer else ""
-        progress.start = f"Loaded {start.checkpoint.model_file}: training continues {progress.describe()}{what}."
+        optimizer_text = ", with a new optimizer" if keys.fresh_optimizer else ""
+        progress.start = f"Loaded {start.checkpoint.model_file}: training continues {progress.describe()}{optimizer_text}."
     elif start.model_file is not None:
         reader = as_function(keys.checkpoint_reader, "checkpoint_reader")
         progress = loader.load_model(start.model_file, start.epoch, reader, with_optimizer=not keys.fresh_optimizer)
@@ -249,7 +249,7 @@ def resume(
     if comm.rank == 0 and (later := [epoch for epoch in checkpoints.finished_epochs() if epoch > progress.epoch]):
         log.warning(
             f"model: training begins with epoch {progress.epoch + 1}: its first checkpoint replaces its model, and renames "
-            f"those of later epochs, up to {checkpoints.at(later[-1]).model_file}, to *{ABANDONED}"
+            f"those of later epochs, up to {checkpoints.checkpoint_at(later[-1]).model_file}, to *{ABANDONED}"
         )
     if progress.epoch and not progress.history:
         records = on_rank_zero(comm, lambda: [hooks.history(progress.epoch) for hooks in checkpoint_hooks], name="history")

@@ -61,7 +61,9 @@ def read_progress(state: Mapping[str, Any], file: Path) -> Progress:
 
 def _value_problem(state: Mapping[str, Any]) -> str | None:
     """The problem with an impossible value, once all types are right; None: there is none."""
-    epoch, step, size = state.get("epoch") or 0, state.get("step") or 0, state.get("size", 1)
+    epoch = state.get("epoch") or 0
+    step = state.get("step") or 0
+    size = state.get("size", 1)
     for name, number, least in (("epoch", epoch, 0), ("step", step, 0), ("size", size, 1)):
         if number < least:
             return f"{name} of at least {least}, got {number}"
@@ -82,8 +84,8 @@ def _value_problem(state: Mapping[str, Any]) -> str | None:
     for name, identities in (state.get("data") or {}).items():
         for number, identity in enumerate(identities):
             for entry, hint in IDENTITY.items():
-                place = f"data.{name}[{number}].{entry}"
-                if (problem := _type_problem(identity.get(entry), hint, place)) is not None:
+                entry_name = f"data.{name}[{number}].{entry}"
+                if (problem := _type_problem(identity.get(entry), hint, entry_name)) is not None:
                     return problem
     return None
 

@@ -57,7 +57,7 @@ class LaunchKeys(Section):
 
     data_parallel_backend: bool = key(False, "SpeechBrain's threads over several GPUs: not supported, use ngpu instead")
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         problems = []
         if (self.ask_for_torch or self.max_restarts) and (hint := absent("ngpu")):
             names = ("ngpu", "dist_world_size", "dist_rank", "dist_launcher", "max_restarts")
@@ -126,9 +126,9 @@ class TorchDistributedKeys(Section):
     rank: int | None = key(None, "the rank of this process, if no launcher sets it", not_negative)
     world_size: int | None = key(None, "the number of processes, if no launcher sets it", positive)
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         """Also with the dist_* keys, which give some of the same values."""
-        started = others.get(LaunchKeys) or LaunchKeys()
+        started = sections.get(LaunchKeys) or LaunchKeys()
         same = {
             "init_method": ("dist_init_method", self.init_method, started.init_method),
             "rank": ("dist_rank", self.rank, started.dist_rank),
@@ -155,19 +155,19 @@ NOT_SUPPORTED = {
 
 
 def torch_distributed_of(
-    entries: dict[str, Any], others: Iterable[str], sections: Sections, origin: str
+    entries: dict[str, Any], spellings: Iterable[str], sections: Sections, origin: str
 ) -> tuple[TorchDistributedKeys | None, list[Problem]]:
     """Check the dict torch_distributed. Returns its own keys, or None, and the problems.
 
     Args:
         entries: the dict's entries.
-        others: the entries that are spellings of other sections' keys.
+        spellings: the entries that are spellings of other sections' keys.
         origin: where the dict was set, for messages.
     """
     where = "torch_distributed."
     keys, problems = build(TorchDistributedKeys, entries, where, dict.fromkeys(entries, origin))
-    known = [*others, *NOT_SUPPORTED]
-    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", known)
+    entry_names = [*spellings, *NOT_SUPPORTED]
+    problems += unknown_options(where, entries, TorchDistributedKeys, "torch_distributed", entry_names)
     for name in entries:
         if name in NOT_SUPPORTED:
             problems += problem(

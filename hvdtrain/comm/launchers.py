@@ -271,14 +271,14 @@ def _detected(environ: Mapping[str, str]) -> list[Launcher]:
 
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raises: LaunchError, if left-over variables contradict those of the launcher: the ranks would train each by itself."""
-    first, *others = _detected(environ)
-    if first.proof is None or (first.proof in environ and first.excludes not in environ):
+    innermost, *outer_launchers = _detected(environ)
+    if innermost.proof is None or (innermost.proof in environ and innermost.excludes not in environ):
         return
-    for launcher in others:
-        if launcher.place.size > 1 and (launcher.place.rank, launcher.place.size) != (first.place.rank, first.place.size):
+    for launcher in outer_launchers:
+        if launcher.place.size > 1 and (launcher.place.rank, launcher.place.size) != (innermost.place.rank, innermost.place.size):
             raise LaunchError(
-                f"the environment: expected the variables of one launcher, got {first.evidence}, and "
-                f"{launcher.evidence} of {launcher.name} (unset {first.evidence.partition('=')[0]}, if it is left over)"
+                f"the environment: expected the variables of one launcher, got {innermost.evidence}, and "
+                f"{launcher.evidence} of {launcher.name} (unset {innermost.evidence.partition('=')[0]}, if it is left over)"
             )
 
 

@@ -47,7 +47,8 @@ class SharedFile:
 
 MeetingPoint = Address | Agent | SharedFile
 
-FIRST_PORT, PORTS = 20000, 10000
+FIRST_PORT = 20000
+PORTS = 10000
 """Ports for jobs without MASTER_PORT: below those that Linux assigns to outgoing connections (32768 and above)."""
 
 LOOPBACK = "127.0.0.1"
@@ -130,8 +131,8 @@ def _port_of_job(environ: Mapping[str, str], place: Place) -> int | None:
         "mpirun": ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"),
         "horovodrun": ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     }
-    known = [environ[name] for name in names.get(place.launcher or "", ()) if name in environ]
-    return FIRST_PORT + zlib.crc32(".".join(known).encode()) % PORTS if known else None
+    job_ids = [environ[name] for name in names.get(place.launcher or "", ()) if name in environ]
+    return FIRST_PORT + zlib.crc32(".".join(job_ids).encode()) % PORTS if job_ids else None
 
 
 def _bracket(host: str) -> str:

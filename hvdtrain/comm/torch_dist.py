@@ -242,8 +242,8 @@ class TorchCommunicator:
     def gather(self, value: T, *, name: str) -> list[T]:
         gathered = gather_pickled((name, value), self.size, lambda tensor, lengths, _: self._gather_rows(tensor, lengths, None))
         calls = [call for call, _ in gathered]
-        if others := [rank for rank, call in enumerate(calls) if call != calls[0]]:
-            raise _mismatched_calls(calls[0], calls[others[0]], others[0])
+        if different := [rank for rank, call in enumerate(calls) if call != calls[0]]:
+            raise _mismatched_calls(calls[0], calls[different[0]], different[0])
         return [value for _, value in gathered]
 
     def send_to_first(self, value: T | None, source: int, *, name: str) -> T | None:
@@ -293,9 +293,9 @@ class TorchCommunicator:
                     members = self._channels[-1]
         return members
 
-    def _check_whole(self, what: str) -> None:
+    def _check_whole(self, method: str) -> None:
         if self._group is not None:
-            raise RuntimeError(f"{what}: PyTorch makes groups on all ranks of a job, not on a part of them")
+            raise RuntimeError(f"{method}: PyTorch makes groups on all ranks of a job, not on a part of them")
 
     def _within_group(self, group: Any) -> TorchCommunicator:
         return TorchCommunicator(self._place, self._timeout, group)

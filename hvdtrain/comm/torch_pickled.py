@@ -39,11 +39,11 @@ def gather_pickled(value: T, size: int, gather_rows: Callable[[Any, Sequence[int
     received = gather_rows(first, [1] * size, "first")
     lengths = received[:, :LENGTH].contiguous().view(torch.int64).flatten().tolist()
     missing = [max(0, length - space) for length in lengths]
-    rest = gather_rows(message[space:], missing, "rest").split(missing) if any(missing) else [message[:0]] * size
+    remainders = gather_rows(message[space:], missing, "rest").split(missing) if any(missing) else [message[:0]] * size
     begun = received[:, LENGTH:].numpy()
     return [
         pickle.loads(row[:length].tobytes() + more.numpy().tobytes())
-        for row, length, more in zip(begun, lengths, rest, strict=True)
+        for row, length, more in zip(begun, lengths, remainders, strict=True)
     ]
 
 

@@ -50,7 +50,8 @@ def build(section: type[S], values: dict[str, Any], where: str, origins: dict[st
                 filled[key.field] = convert(value, key)
             except Mismatch as mismatch:
                 got = mismatch.got or f"{_short_repr(value)} in {origins.get(name.partition('.')[0], 'the config')}"
-                problems += problem(mismatch.rule, f"{where}{name}: expected {mismatch}, got {got}{absent(value)}")
+                hint = f" ({key.instead})" if key.instead and not key.needs and mismatch.rule == "wrong-type" else absent(value)
+                problems += problem(mismatch.rule, f"{where}{name}: expected {mismatch}, got {got}{hint}")
     return (None, problems) if problems else (section(**filled), [])
 
 
@@ -82,7 +83,7 @@ def unsupported_keys(sections: Iterable[Any], backend: str) -> list[Problem]:
 
 
 def unknown_keys(
-    source: Source, known: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME
+    source: Source, known_names: Iterable[str], inside: Mapping[str, str] = NONE_BY_NAME
 ) -> tuple[list[Problem], tuple[str, ...]]:
     """Problems with names that are not keys: misspelt keys, unused overrides, and other trainers' names of keys, where nothing in
     the config reads them; and warnings about those that look like keys and that the config does read.
@@ -90,11 +91,12 @@ def unknown_keys(
     Every other name belongs to the config's author and is not checked.
 
     Args:
-        known: the declared keys.
+        known_names: the declared keys.
         inside: full names of the keys that are entries of dicts, such as 'train.seq_ordering'.
     """
-    problems, warnings = list[Problem](), list[str]()
-    keys = list(known)
+    problems = list[Problem]()
+    warnings = list[str]()
+    keys = list(known_names)
     for name, value in source.values.items():
         if name in keys or name in source.foreign_names or is_no_key(name, value):
             continue
@@ -128,13 +130,13 @@ def _is_only_prose(source: Source, name: str) -> bool:
     return synonym(name) is not None and not is_quoted and not source.is_read(name)
 
 
-def unread_line(source: Source, known: Iterable[str]) -> tuple[str, ...]:
+def unread_line(source: Source, known_names: Iterable[str]) -> tuple[str, ...]:
     """The line that lists the constants of the config that nothing reads; none, if there are none.
 
     Args:
-        known: as of `unknown_keys`.
+        known_names: as of `unknown_keys`.
     """
-    keys = {*known, *source.foreign_names}
+    keys = {*known_names, *source.foreign_names}
     files = [Path(file).name for file in source.texts]  # an override may be read by code that a config runs with `exec`
     names = [
         name
@@ -158,20 +160,20 @@ def is_no_key(name: str, value: Any) -> bool:
 
 
 def unknown_options(
-    where: str, options: Mapping[str, Any], section: type, kind: str, others: Iterable[str] = ()
+    where: str, options: Mapping[str, Any], section: type, kind: str, more_names: Iterable[str] = ()
 ) -> list[Problem]:
     """Problems with options that a section does not declare.
 
     Args:
         where: prefix of option names in messages, such as 'train.'.
         kind: what these options belong to, for the message.
-        others: further names that are allowed.
+        more_names: further names that are allowed.
     """
-    known = [*(key.name for key in declared_keys(section)), *others]
+    option_names = [*(key.name for key in declared_keys(section)), *more_names]
     problems = []
     for option in options:
-        if option not in known:
-            hint = absent(f"horovod_{option}") or absent(f"{where}{option}") or did_you_mean(str(option), known)
+        if option not in option_names:
+            hint = absent(f"horovod_{option}") or absent(f"{where}{option}") or did_you_mean(str(option), option_names)
             problems += problem("unknown-key", f"{where}{option}: unknown key of {kind}{hint}")
     return problems
 

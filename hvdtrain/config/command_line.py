@@ -27,19 +27,19 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
     ([PosixPath('config.py')], {'max_seqs': '128', 'train.seq_ordering': 'random'})
     """
     files = []
-    rest = without_local_rank(arguments)
-    while rest and not rest[0].startswith(("+", "-")) and not _is_assignment(rest[0]):
-        files.append(Path(rest.pop(0)))
+    words = without_local_rank(arguments)
+    while words and not words[0].startswith(("+", "-")) and not _is_assignment(words[0]):
+        files.append(Path(words.pop(0)))
     problems = []
     overrides = {}
-    while rest:
-        word = rest.pop(0)
+    while words:
+        word = words.pop(0)
         name, assigned, value = word.partition("=")
         if not files and not word.startswith(("+", "-")) and Path(word).is_file():
             files.append(Path(word))
             continue
         if not name.startswith("++") or len(name) == 2:
-            value = value if assigned or not rest or rest[0].startswith(("+", "-")) else rest.pop(0)
+            value = value if assigned or not words or words[0].startswith(("+", "-")) else words.pop(0)
             meant = name.lstrip("-+").replace("-", "_")
             option = get_close_matches(word, OPTIONS, n=1, cutoff=0.8)
             hint = f"did you mean {_as_key(meant, value)}?" if meant else "python -m hvdtrain --help"
@@ -48,12 +48,12 @@ def parse_command_line(arguments: list[str]) -> tuple[list[Path], dict[str, str]
             problems += problem("wrong-format", f"command line: expected ++KEY VALUE, got {word!r} ({hint})")
             continue
         if not assigned:
-            if not rest or _is_key(rest[0]):
+            if not words or _is_key(words[0]):
                 problems += problem(
-                    "missing", f"command line: expected a value after {name}, got {'the next key' if rest else 'nothing'}"
+                    "missing", f"command line: expected a value after {name}, got {'the next key' if words else 'nothing'}"
                 )
                 continue
-            value = rest.pop(0)
+            value = words.pop(0)
         overrides[name[2:]] = value.removeprefix("+") if value.startswith("+-") else value
     if not files:
         problems[:0] = problem("missing", "command line: expected a config file first, got none (python -m hvdtrain --help)")
@@ -83,15 +83,15 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     >>> split_overrides(["config.py", "++max_seqs", "128", "--json"])
     (['config.py', '--json'], ['++max_seqs', '128'])
     """
-    others: list[str] = []
+    own_arguments: list[str] = []
     overrides: list[str] = []
-    rest = list(arguments)
-    while rest:
-        word = rest.pop(0)
-        (overrides if word.startswith("++") else others).append(word)
-        if word.startswith("++") and "=" not in word and rest and not _is_key(rest[0]):
-            overrides.append(rest.pop(0))
-    return others, overrides
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        (overrides if word.startswith("++") else own_arguments).append(word)
+        if word.startswith("++") and "=" not in word and words and not _is_key(words[0]):
+            overrides.append(words.pop(0))
+    return own_arguments, overrides
 
 
 def _is_key(word: str) -> bool:

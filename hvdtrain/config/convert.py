@@ -72,8 +72,8 @@ def signature_error(function: Callable[..., Any], signature: str) -> str:
         actual.bind(**dict.fromkeys(names)) if signature.startswith("*") else actual.bind(*names)
     except TypeError as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
-        place = "" if code is None else f" in {code.co_filename}, line {code.co_firstlineno}"
-        return f"{getattr(function, '__name__', type(function).__name__)}{actual}{place} ({error})"
+        line_text = "" if code is None else f" in {code.co_filename}, line {code.co_firstlineno}"
+        return f"{getattr(function, '__name__', type(function).__name__)}{actual}{line_text} ({error})"
     return ""
 
 

@@ -60,8 +60,8 @@ def one_of(names: Iterable[str]) -> Rule:
     >>> one_of({"grad": 1, "param": 2}).words
     "'grad' or 'param'"
     """
-    known = tuple(names)
-    return Rule(" or ".join(map(repr, known)), lambda value: value in known, is_choice=True)
+    key_names = tuple(names)
+    return Rule(" or ".join(map(repr, key_names)), lambda value: value in key_names, is_choice=True)
 
 
 def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
@@ -86,7 +86,7 @@ class Key:
         field: its attribute in the section.
         names: all spellings; an entry of a dict is spelled with a dot.
         needs: the frameworks (values of `backend`) that support the key; empty: all.
-        instead: what to do with another framework.
+        instead: what to do with another framework; of a key that all support, with a value of another type.
         signature: the parameters of a function that is the key's value, as in its `def`.
     """
 
@@ -122,7 +122,7 @@ def key(
     Args:
         names: its spellings in a config, the one that wins last; empty: the field's name.
         needs: the framework or frameworks that support the key; with any other, it must keep its default.
-        instead: what to do with another framework, for the error message.
+        instead: as of `Key`, for the error message.
         signature: the parameters of a function that may be the value, such as "*, epoch, **_"; hvdtrain calls it with these. It
             replaces "{signature}" in the documentation.
     """
@@ -229,11 +229,11 @@ class Section:
         """Whether what its keys say is something else with another last epoch."""
         return False
 
-    def resolved(self, others: Sections) -> Self:
+    def resolved(self, sections: Sections) -> Self:
         """The section with values that follow from other sections."""
         return self
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         """Conflicts among the keys of this section, or with other sections; each ends up in a ConfigError."""
         return []
 

@@ -54,14 +54,14 @@ class Code:
 
 
 def override(
-    names: dict[str, Any], code: Code, overrides: Mapping[str, Any], known: Collection[str], keys: Collection[str]
+    names: dict[str, Any], code: Code, overrides: Mapping[str, Any], modules_before: Collection[str], keys: Collection[str]
 ) -> set[str]:
     """Let the functions of a module, which run later, see overrides in place of its constants, also of those that it imports,
     which are returned.
 
     Args:
         names: those of the module.
-        known: modules that the program has imported before this config: they get their constants back.
+        modules_before: those that the program has imported before this config: they get their constants back.
         keys: names that have an effect by themselves.
 
     Raises:
@@ -77,13 +77,13 @@ def override(
             if constant is None or callable(constant):
                 continue
             file = Path(inner.get("__file__") or "")
-            if file.suffix == ".py" and (module not in known or _is_of_program(file)):
-                if module in known:
+            if file.suffix == ".py" and (module not in modules_before or _is_of_program(file)):
+                if module in modules_before:
                     REPLACED.append((inner, name, constant))
                 else:
                     CHANGED.add(module)
                 inside = Code.parse(file.read_text(encoding="utf-8"), str(file))
-                override(inner, inside, {name: value}, known, keys)
+                override(inner, inside, {name: value}, modules_before, keys)
             if inner[name] is value or constant == value:
                 names[name] = value
                 reached.add(name)
@@ -120,14 +120,14 @@ def lines_that_read(tree: ast.Module, name: str) -> tuple[list[int], bool]:
     """
     lines = set[int]()
     is_read_later = False
-    left: list[tuple[ast.AST, bool]] = [(tree, False)]
-    for node, is_later in left:
+    unvisited: list[tuple[ast.AST, bool]] = [(tree, False)]
+    for node, is_later in unvisited:
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
             is_read_later = is_read_later or is_later
             lines |= set() if is_later else {node.lineno}
         bodies = getattr(node, "body", []) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) else []
         later = bodies if isinstance(bodies, list) else [bodies]
-        left += [(child, is_later or child in later) for child in ast.iter_child_nodes(node)]
+        unvisited += [(child, is_later or child in later) for child in ast.iter_child_nodes(node)]
     return sorted(lines), is_read_later
 
 

@@ -182,10 +182,10 @@ def _load(
         if path.suffix == ".json" or text.lstrip().startswith("{"):
             loaded = _parse_json(path, text)
         else:
-            known = set(sys.modules)
+            modules_before = set(sys.modules)
             loaded, names, code = _run_python(path, text, values, top, builtins)
             had = {name for name in top if name in names and names[name] == top[name]}
-            imported |= override(names, code, top, known, types)
+            imported |= override(names, code, top, modules_before, types)
             seen = [name for name in top if name in types and not callable(names.get(name))]
             names.update({name: top[name] for name in seen})  # others may be called, or computed from an override
             for earlier in files:
@@ -199,7 +199,7 @@ def _load(
     for name, value in overrides.items():
         forgotten = _given({name: top.get(name)}, spellings)
         values = _without_spellings(values, forgotten)
-        nested = {outer: value for outer, value in nested.items() if not any(outer in others for others in forgotten)}
+        nested = {outer: value for outer, value in nested.items() if not any(outer in names_of_key for names_of_key in forgotten)}
         if "." in name:
             nested[name] = value
         else:
@@ -265,19 +265,19 @@ def _given(values: Mapping[str, Any], spellings: Sequence[Sequence[str]]) -> lis
         is_named = any(spelling == name or spelling.startswith(f"{name}.") for spelling in values)
         return is_named or bool(dot and isinstance(inside, dict) and inside.get(entry) is not None)
 
-    return [others for names in spellings if len(others := {name for name in names if not has(name)}) < len(names)]
+    return [missing for names in spellings if len(missing := {name for name in names if not has(name)}) < len(names)]
 
 
 def _without_spellings(values: Mapping[str, Any], forgotten: Iterable[set[str]]) -> dict[str, Any]:
     """The values without these names, some of which are entries of dicts."""
-    left = dict(values)
+    kept_values = dict(values)
     for name in (name for names in forgotten for name in names):
         outer, dot, entry = name.partition(".")
-        if dot and isinstance(left.get(outer), dict):
-            left[outer] = {name: value for name, value in left[outer].items() if name != entry}
+        if dot and isinstance(kept_values.get(outer), dict):
+            kept_values[outer] = {name: value for name, value in kept_values[outer].items() if name != entry}
         elif not dot:
-            left.pop(name, None)
-    return left
+            kept_values.pop(name, None)
+    return kept_values
 
 
 def _read(path: Path) -> str:
@@ -348,14 +348,14 @@ def _run_python(
         ) from error
     except Exception as error:
         line = line_in(path, error)
-        what = f"{type(error).__name__}: {error}"
+        error_text = f"{type(error).__name__}: {error}"
         if isinstance(error, ImportError):
-            what = import_failure(error, OUR_FILES).replace(f", imported by {path}{line}", "")  # which the message begins with
+            error_text = import_failure(error, OUR_FILES).replace(f", imported by {path}{line}", "")  # with which it begins
         elif isinstance(error, SyntaxError) and error.filename == str(path):
-            what = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}".removesuffix(": ")
+            error_text = f"{type(error).__name__}: {error.msg}: {(error.text or '').strip()}".removesuffix(": ")
         again = isinstance(error, FileExistsError)
         hint = " (each rank reads the config, at each start: os.makedirs(..., exist_ok=True))" if again else ""
-        raise ConfigError.of("raised", f"{path.name}{line}: {what}{hint}") from error
+        raise ConfigError.of("raised", f"{path.name}{line}: {error_text}{hint}") from error
     loaded = {
         name: value
         for name, value in names.items()

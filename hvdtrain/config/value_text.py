@@ -52,12 +52,12 @@ SHORT = (NoneType, Number, PurePath, range)
 def _abbreviate(members: Iterable[str], count: int) -> str:
     """The members of a list, or the first ones and the number of the others."""
     shown_members: list[str] = []
-    left = LONG
+    width_left = LONG
     for text in members:
-        if left <= 0:
+        if width_left <= 0:
             return f"{', '.join(shown_members)}, ... {count - len(shown_members)} more"
         shown_members.append(text)
-        left -= FEW if text[0] in "<([{" and "<" in text else len(text)
+        width_left -= FEW if text[0] in "<([{" and "<" in text else len(text)
     return ", ".join(shown_members)
 
 

@@ -36,18 +36,18 @@ class BrokenSequences:
         """The number of broken sequences so far; each counts once in a training, no matter how often it is read."""
         return len(self._absent) + len(self._messages)
 
-    def leave_out(self, messages: Iterable[str], left: int) -> None:
+    def leave_out(self, messages: Iterable[str], num_others: int) -> None:
         """Count sequences that are left out of the dataset itself, as its files do not describe them completely.
 
         Args:
-            left: the number of the others.
+            num_others: the number of the others.
 
         Raises:
             BrokenSequence: there are too many, or no others.
         """
         self._absent += messages
         self._check(self._absent)
-        if self._absent and not left:
+        if self._absent and not num_others:
             raise self._only_broken(self._absent)
 
     def check_any(self, has_read: bool) -> None:

@@ -100,10 +100,12 @@ def call_data_functions(keys: DataKeys, names: Iterable[str]) -> tuple[DataKeys,
         names: of the keys besides `eval_datasets`.
     """
     called = {name: call_functions(name, getattr(keys, name)) for name in names}
-    others = {name: called[name] if name in called else call_functions(name, value) for name, value in keys.eval_datasets.items()}
-    problems = [problem for _, problems_here in {**others, **called}.values() for problem in problems_here]
+    eval_datasets = {
+        name: called[name] if name in called else call_functions(name, value) for name, value in keys.eval_datasets.items()
+    }
+    problems = [problem for _, problems_here in {**eval_datasets, **called}.values() for problem in problems_here]
     values = {name: value for name, (value, _) in called.items()}
-    return replace(keys, **values, eval_datasets={name: value for name, (value, _) in others.items()}), problems
+    return replace(keys, **values, eval_datasets={name: value for name, (value, _) in eval_datasets.items()}), problems
 
 
 def _place(error: Exception) -> str:

@@ -284,9 +284,9 @@ def ended_iterator_error(where: str, error: StopIteration) -> DataError:
         where: the call, and its sequences.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    line_text = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     return DataError(
-        f"{where}: expected data, got a StopIteration{place}: an iterator on which it calls next() has ended (create it anew "
+        f"{where}: expected data, got a StopIteration{line_text}: an iterator on which it calls next() has ended (create it anew "
         "there, or use itertools.cycle)"
     )
 

@@ -82,11 +82,11 @@ def batch_lines(keys: BatchKeys, epoch: int, size: int) -> list[Line]:
     units = ("padded frames", "frames without padding") if keys.batch_cost is None else ("padded cost", "cost without padding")
     if keys.frame_batches:
         units = ("frames", units[1])
-    for limit, what in zip((limits.batch_size, limits.packed_batch_size), units, strict=True):
+    for limit, unit in zip((limits.batch_size, limits.packed_batch_size), units, strict=True):
         if isinstance(limit, int):
-            parts.append(f"{limit} {what} per rank, {limit * size} in all")
+            parts.append(f"{limit} {unit} per rank, {limit * size} in all")
         elif limit is not None:
-            parts.append(f"{limit} {what} per rank")
+            parts.append(f"{limit} {unit} per rank")
     lines = [(4, f"batch, at most: {'; '.join(parts)}")]
     group = keys.balance_ranks
     if group % size:

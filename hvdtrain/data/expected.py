@@ -78,7 +78,8 @@ def expected_of(extern_data: Any, exact: bool = True) -> tuple[dict[str, Expecte
         return {}, []
     if not isinstance(extern_data, Mapping):
         return {}, problem("wrong-type", f"extern_data: expected a dict of dicts by data key, got {extern_data!r}")
-    expected, problems = {}, []
+    expected = {}
+    problems = []
     for name, entry in extern_data.items():
         if name == "seq_tag":
             continue
@@ -257,15 +258,15 @@ class BatchCheck:
         if not isinstance(batch.data[key], Packed):
             wrong &= numpy.arange(values.shape[1]) < seq_lens[:, None]
         if wrong.any():
-            place = tuple(numpy.argwhere(wrong)[0].tolist())
-            row, frame = place if len(place) == 2 else _place_in_sequence(place[0], seq_lens)
+            position = tuple(numpy.argwhere(wrong)[0].tolist())
+            row, frame = position if len(position) == 2 else _place_in_sequence(position[0], seq_lens)
             if batch.joined is not None:  # the piece of a sequence, and the frame in this sequence
                 row, frame = _place_in_sequence(frame, batch.joined)
                 frame += int(indices[row, 1])
-            what = f"expected classes from 0 to {dim - 1}, as {source} says, got {values[place]} in frame {frame}"
-            raise self._error(batch, indices, row, key, what)
+            mistake = f"expected classes from 0 to {dim - 1}, as {source} says, got {values[position]} in frame {frame}"
+            raise self._error(batch, indices, row, key, mistake)
 
-    def _error(self, batch: Batch, indices: Array, row: int, key: str, what: str) -> DataError:
+    def _error(self, batch: Batch, indices: Array, row: int, key: str, mistake: str) -> DataError:
         try:
             [tag] = self.dataset.tags([int(indices[row])] if batch.joined is None else [int(indices[row, 0])])
         except Exception:  # the part that is broken may be the one that reads tags
@@ -273,7 +274,7 @@ class BatchCheck:
         files = list(dict.fromkeys(path for source in self.parts for path in source.files))
         if len(self.parts) == 1 and (file := self.parts[0].file_of(int(batch.indices[row]))) is not None:
             files = [file]
-        return DataError(f"{source_of(self.name, files)}: sequence {tag!r}, data key {key!r}: {what}")
+        return DataError(f"{source_of(self.name, files)}: sequence {tag!r}, data key {key!r}: {mistake}")
 
 
 def _are_equal(seq_lens: Array, planned: Array) -> bool:

@@ -270,11 +270,11 @@ class Feed:
                 raise BrokenSequence(f"{where}{error} (skip_broken = N lets a training continue without N of them)") from None
         good = numpy.ones(len(indices), bool)
         broken = []
-        for place, sequence in enumerate(self.sequences_of(indices).tolist()):
+        for position, sequence in enumerate(self.sequences_of(indices).tolist()):
             try:
-                read(slice(place, place + 1))
+                read(slice(position, position + 1))
             except BrokenSequence as error:
-                good[place] = False
+                good[position] = False
                 broken.append((sequence, str(error)))
         some = indices[good]
         left_out = self.sequences_among(indices[~good])

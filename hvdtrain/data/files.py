@@ -67,14 +67,14 @@ def check_same(path: Path, before: FileStamp, now: FileStamp) -> None:
     if before == now:
         return
     if before[:2] != now[:2]:
-        what = "another file in its place"
+        difference = "another file in its place"
     elif before[2] != now[2]:
-        what = f"one of {now[2]} bytes instead of {before[2]}"
+        difference = f"one of {now[2]} bytes instead of {before[2]}"
     else:
         changed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now[3] / 1e9))
-        what = f"one that was modified at {changed}"
+        difference = f"one that was modified at {changed}"
     raise DataError(
-        f"{path}: expected the file that was opened at the start, got {what} "
+        f"{path}: expected the file that was opened at the start, got {difference} "
         "(write new data to a new file; training can be resumed from the last checkpoint)"
     )
 
@@ -87,7 +87,7 @@ class Unchanged:
     """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        self._before = {path: known for path in dict.fromkeys(paths) if (known := _stamp_of(path)) is not None}
+        self._before = {path: stamp for path in dict.fromkeys(paths) if (stamp := _stamp_of(path)) is not None}
 
     def check(self) -> None:
         """Raises: DataError, if one of the files was replaced or changed."""

@@ -102,7 +102,8 @@ def _bytes(state: Any) -> bytes:
 
 def _reachable(root: Any) -> Iterator[Any]:
     """The object and what it refers to, the nearest first."""
-    waiting, seen = deque([root]), {id(root): root}
+    waiting = deque([root])
+    seen = {id(root): root}
     methods: dict[type, list[FunctionType]] = {}
     while waiting:
         value = waiting.popleft()

@@ -193,7 +193,7 @@ def span(arrays: Sequence[Array]) -> tuple[Array, list[int], int] | None:
     stride = math.gcd(first.strides[0], *apart)
     places = [distance // stride for distance in apart]
     step = first.strides[0] // stride
-    size = max(place + step * len(array) for place, array in zip(places, arrays, strict=True))
+    size = max(start + step * len(array) for start, array in zip(places, arrays, strict=True))
     return numpy.asarray(_Span(arrays, first, (stride, *first.strides[1:]), size)), places, step
 
 

@@ -119,10 +119,10 @@ def _python_memory() -> Any:
 def _numpy_memories(bits: Any) -> list[Any]:
     """The same of numpy's, and the second number of the last pair that it has normalized; None: it has another kind, or they are
     elsewhere. `get_state` would take a hundred times as long."""
-    place = _place_in_numpy()
-    if not isinstance(bits, numpy.random.MT19937) or place is None:
+    offset = _place_in_numpy()
+    if not isinstance(bits, numpy.random.MT19937) or offset is None:
         return [None, None]
-    second = (ctypes.c_char * SECOND).from_address(id(numpy.random.mtrand._rand) + place)
+    second = (ctypes.c_char * SECOND).from_address(id(numpy.random.mtrand._rand) + offset)
     return [(ctypes.c_char * (625 * 4)).from_address(bits.ctypes.state_address), second]
 
 
@@ -139,8 +139,8 @@ def _place_in_numpy() -> int | None:
     tried.normal()
     state: Any = tried.get_state(legacy=False)
     memory = ctypes.string_at(id(tried), type(tried).__basicsize__)
-    place = memory.find(struct.pack("q", state["has_gauss"]) + struct.pack("d", state["gauss"]))
-    return place if place > 0 else None
+    offset = memory.find(struct.pack("q", state["has_gauss"]) + struct.pack("d", state["gauss"]))
+    return offset if offset > 0 else None
 
 
 WORDS = 624 * 4
@@ -153,10 +153,10 @@ AROUND = 24
 def _torch_memory(generator: Any) -> Any:
     """The same of PyTorch's; None: it is not where it is in today's versions. `get_state` would let the thread that trains take
     Python's lock for a moment each time: for small batches, waking it took a seventh of the step."""
-    place = _place_in_torch()
-    if place is None:
+    offset = _place_in_torch()
+    if offset is None:
         return None
-    return (ctypes.c_char * (WORDS + 2 * AROUND)).from_address(_address(generator) + place - AROUND)
+    return (ctypes.c_char * (WORDS + 2 * AROUND)).from_address(_address(generator) + offset - AROUND)
 
 
 def _address(generator: Any) -> int:
@@ -177,12 +177,12 @@ def _place_in_torch() -> int | None:
         return None
     tried.manual_seed(1)
     words = numpy.frombuffer(tried.get_state().numpy().tobytes()[AROUND:], numpy.uint64, 624).astype(numpy.uint32).tobytes()
-    place = ctypes.string_at(_address(tried), 256).find(words[:64])
-    if place < AROUND or ctypes.string_at(_address(tried) + place, WORDS) != words:
+    offset = ctypes.string_at(_address(tried), 256).find(words[:64])
+    if offset < AROUND or ctypes.string_at(_address(tried) + offset, WORDS) != words:
         return None
     seen = set()
     for dtype in (torch.float32, torch.float64):
         for draw in (torch.rand, torch.randn, torch.randn):  # the last one takes the second number of a pair
-            seen.add(ctypes.string_at(_address(tried) + place - AROUND, WORDS + 2 * AROUND))
+            seen.add(ctypes.string_at(_address(tried) + offset - AROUND, WORDS + 2 * AROUND))
             draw(1, generator=tried, dtype=dtype)
-    return place if len(seen) == 6 else None
+    return offset if len(seen) == 6 else None

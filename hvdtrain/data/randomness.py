@@ -108,11 +108,11 @@ class StepSeeds:
         >>> [seeds.number(step) == mix_seed(42, 1, step) for step in (1023, 1024, 5)]
         [True, True, True]
         """
-        place = step - self._first
-        if not 0 <= place < STEPS or self._first < 0:
+        row = step - self._first
+        if not 0 <= row < STEPS or self._first < 0:
             self[step]
-            place = step - self._first
-        return self._numbers[place]
+            row = step - self._first
+        return self._numbers[row]
 
 
 def _mix_steps(count: int, parts: tuple[int, ...], first: int) -> Array:
@@ -136,9 +136,9 @@ def _mix_steps(count: int, parts: tuple[int, ...], first: int) -> Array:
     zeros = [numpy.zeros(STEPS, numpy.uint32)] * 4
     pool = [hashed(values) for values in (words + zeros)[:4]]
     for source in range(4):
-        for place in range(4):
-            if source != place:
-                pool[place] = mixed(pool[place], hashed(pool[source]))
+        for target in range(4):
+            if source != target:
+                pool[target] = mixed(pool[target], hashed(pool[source]))
     for values in words[4:]:
         pool = [mixed(word, hashed(values)) for word in pool]
     constant = 0x8B51F9DD

@@ -122,8 +122,8 @@ def _check_class(
             for option, value in non_default(order).items()
         ]
     if not (callable(kind) or is_reference(kind)):
-        known = [*KINDS, *SOURCES, *adapted_classes()]
-        similar = closest(kind, known) if isinstance(kind, str) else None
+        kind_names = [*KINDS, *SOURCES, *adapted_classes()]
+        similar = closest(kind, kind_names) if isinstance(kind, str) else None
         hint = (absent(kind) if isinstance(kind, str) else "") or (
             f" (did you mean {similar}? see docs/datasets.md)"
             if similar

@@ -50,7 +50,7 @@ class View(Dataset):
 
     Args:
         dataset: the one inside.
-        others: further datasets that it reads.
+        more_datasets: those that it reads, too.
     """
 
     streams: Mapping[str, Stream] = FORWARDED()
@@ -65,9 +65,9 @@ class View(Dataset):
     collate: Callable[[list[Any]], Any] | None = FORWARDED()
     max_seqs: int | None = FORWARDED()
 
-    def __init__(self, dataset: Dataset, others: Sequence[Dataset] = ()) -> None:
+    def __init__(self, dataset: Dataset, more_datasets: Sequence[Dataset] = ()) -> None:
         self._dataset = dataset
-        self._inside = (dataset, *others)
+        self._inside = (dataset, *more_datasets)
 
     @property
     def num_sequences(self) -> int:

@@ -43,7 +43,9 @@ class UpdateCounts:
         return {"rounds": self.updates, "own": self._own, "all": self._all}  # the names in checkpoints
 
     def restore(self, state: Numbers) -> None:
-        self.updates, self._own, self._all = state["rounds"], state["own"], state["all"]
+        self.updates = state["rounds"]
+        self._own = state["own"]
+        self._all = state["all"]
 
     def weight(self) -> float:
         """This rank's or group's weight in an average: its share of the batches, and exactly 1 if all have the same share.

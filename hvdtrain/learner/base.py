@@ -187,11 +187,11 @@ class Learner(ABC):
         new = [name for number, name in trainable.items() if number not in self._trained]
         frozen = [] if self._may_freeze else [name for number, name in self._trained.items() if number not in trainable]
         if new or frozen:
-            what = f"others since training began: {', '.join(new)}" if new else f"some that are frozen since: {', '.join(frozen)}"
+            got = f"others since training began: {', '.join(new)}" if new else f"some that are frozen since: {', '.join(frozen)}"
             how = "for some time by freeze_until_step or in epoch_start" if self._may_freeze else "there or never"
             raise ConfigError.of(
                 "wrong-result",
-                f"get_model: expected the parameters that are trained, got {what} (the optimizer has those that were trainable "
+                f"get_model: expected the parameters that are trained, got {got} (the optimizer has those that were trainable "
                 f"there: make layers there, and freeze parameters {how})",
             )
 

@@ -166,14 +166,14 @@ class GradientCompressor:
         """Collective. As `Communicator.gather_rows`."""
         return self._comm.gather_rows(tensors, name=name, narrow=self.narrow)
 
-    def begin(self, state: ModelState, others: Collection[str] = ()) -> None:
+    def begin(self, state: ModelState, kept_names: Collection[str] = ()) -> None:
         """Called before the first update of an epoch: take over this compressor's tensors in the state.
 
         Args:
-            others: the names of tensors that somebody else keeps there. All remaining ones are dropped.
+            kept_names: the names of tensors that somebody else keeps there. All remaining ones are dropped.
         """
         for lists in (state.shared, state.own):
-            for name in [name for name in lists if name not in others]:
+            for name in [name for name in lists if name not in kept_names]:
                 if self._must_forget or not name.startswith(self.prefixes):
                     del lists[name]
         self._must_forget = False
@@ -183,15 +183,15 @@ class GradientCompressor:
         """Discard the kept tensors at the next `begin`: they belong to a different number of ranks."""
         self._must_forget = True
 
-    def count_graph_bytes(self, float32: int, others: int) -> None:
+    def count_graph_bytes(self, float32: int, other_bytes: int) -> None:
         """Count tensors sent inside a graph, which the communicator does not see.
 
         Args:
             float32: the bytes of tensors of this type.
-            others: the bytes of tensors of all other types.
+            other_bytes: those of tensors of all other types.
         """
         if self._comm.size > 1:
-            self.sent += float32 // (1 if self.narrow is None else 2) + others
+            self.sent += float32 // (1 if self.narrow is None else 2) + other_bytes
 
     def describe(self) -> str:
         """The addition to the reducer's log line."""

@@ -55,7 +55,7 @@ def with_statistics(context: RunContext, as_tensor: Callable[[Any], Any]) -> dic
                 f"mark_as_statistics: expected shape (sequences,) or (sequences, N) with N up to {MOST} in {name!r}, got "
                 f"{tuple(rows.shape)}",
             )
-        for place in range(width):
-            column = rows if len(rows.shape) == 1 else rows[:, place]
-            losses[statistic_name(name, place)] = Loss(column, 0.0, True, False, None)
+        for number in range(width):
+            column = rows if len(rows.shape) == 1 else rows[:, number]
+            losses[statistic_name(name, number)] = Loss(column, 0.0, True, False, None)
     return losses

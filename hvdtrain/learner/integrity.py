@@ -128,16 +128,18 @@ def _is_intact(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, view: memoryvie
     name, extra = struct.unpack_from("<HH", view, entry.header_offset + 26)
     start = entry.header_offset + 30 + name + extra
     checksum = 0
-    for place in range(start, start + entry.file_size, PIECE):
-        checksum = zlib.crc32(view[place : min(place + PIECE, start + entry.file_size)], checksum)
+    for piece_start in range(start, start + entry.file_size, PIECE):
+        checksum = zlib.crc32(view[piece_start : min(piece_start + PIECE, start + entry.file_size)], checksum)
     return entry.compress_size == entry.file_size <= len(view) - start and checksum == entry.CRC
 
 
 def _stored_checksum(view: memoryview, is_zip: bool) -> tuple[int, str] | None:
     """The position of our checksum in a file, and the checksum; None: there is none."""
     if is_zip:
-        place = len(view) - len(BLANK)
-        return (place, bytes(view[place:]).decode(errors="replace")) if view[place - len(COMMENT) : place] == COMMENT else None
+        position = len(view) - len(BLANK)
+        if view[position - len(COMMENT) : position] != COMMENT:
+            return None
+        return position, bytes(view[position:]).decode(errors="replace")
     if len(view) < 8:
         return None
     [size] = struct.unpack_from("<Q", view)
@@ -145,19 +147,19 @@ def _stored_checksum(view: memoryview, is_zip: bool) -> tuple[int, str] | None:
     return None if match is None else (8 + match.start(1), match.group(1).decode())
 
 
-def _checksum(view: memoryview, place: int) -> str:
+def _checksum(view: memoryview, position: int) -> str:
     """The checksum of a file, computed without its own eight digits.
 
     Args:
-        place: the position of the digits: in the header of a safetensors file, or at the end of an archive.
+        position: that of the digits: in the header of a safetensors file, or at the end of an archive.
     """
     start = 0
-    end = place
+    end = position
     header = b""
-    if place + len(BLANK) < len(view):
+    if position + len(BLANK) < len(view):
         [size] = struct.unpack_from("<Q", view)
         start, end = min(8 + size, len(view)), len(view)
-        header = bytes(view[:place]) + BLANK.encode() + bytes(view[place + len(BLANK) : start])
+        header = bytes(view[:position]) + BLANK.encode() + bytes(view[position + len(BLANK) : start])
     with ThreadPoolExecutor(_threads(), "checking a checkpoint") as pool:
         sums = pool.map(lambda first: _sums(view[first : min(first + PIECE, end)]), range(start, end, PIECE))
         total = zlib.crc32(header)

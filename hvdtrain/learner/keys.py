@@ -30,6 +30,7 @@ class LearnerKeys(Section):
         {"class": "adam"},
         "the optimizer's class by name (or 'package.module.Class') and its options, a function {signature} that returns one, or "
         "a list of several such dicts, each with the parameters that it has (`parameters`; docs/optimizers.md)",
+        instead='each rank makes it for its model: {"class": "adam", "betas": ...}, or def optimizer(parameters) that returns it',
         signature="parameters",
     )
     gradient_clip_global_norm: float | None = key(
@@ -75,5 +76,5 @@ class LearnerKeys(Section):
     )
     device: str | None = key(None, "cpu, cuda or cuda:N; None: this rank's GPU where there is one, else the CPU")
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         return spec_problems(self.optimizer)

@@ -27,12 +27,12 @@ class MarksOfSteps:
     """The marks of one step after the other: mostly the same object as in the step before."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[str, float, bool, bool]] | None = None
+        self._loss_marks: list[tuple[str, float, bool, bool]] | None = None
         self._marks: Marks | None = None
 
-    def of(self, losses: Mapping[str, Loss]) -> Marks:
-        known = [(name, float(loss.scale), loss.as_error, loss.use_normalized_loss) for name, loss in losses.items()]
-        if self._marks is None or known != self._known:
-            self._known = known
+    def marks_of(self, losses: Mapping[str, Loss]) -> Marks:
+        loss_marks = [(name, float(loss.scale), loss.as_error, loss.use_normalized_loss) for name, loss in losses.items()]
+        if self._marks is None or loss_marks != self._loss_marks:
+            self._loss_marks = loss_marks
             self._marks = Marks(scales_of(losses, train=True), tuple(minimized_losses(losses)), normalized_losses(losses))
         return self._marks

@@ -76,13 +76,13 @@ class NormalizedLosses(NamedTuple):
         return names if self.is_only_loss or not self.names else f"{names} beside other losses"
 
 
-def normalized_losses(losses: Mapping[str, Loss], known: Collection[str] = ()) -> NormalizedLosses:
+def normalized_losses(losses: Mapping[str, Loss], minimized_before: Collection[str] = ()) -> NormalizedLosses:
     """The losses to normalize.
 
     Args:
-        known: those that have been; they are still if they are marked with the scale 0.
+        minimized_before: they are normalized if they are marked with the scale 0.
     """
-    wanted = {name: loss for name, loss in losses.items() if not loss.as_error and (loss.scale != 0 or name in known)}
+    wanted = {name: loss for name, loss in losses.items() if not loss.as_error and (loss.scale != 0 or name in minimized_before)}
     names = tuple(name for name, loss in wanted.items() if loss.use_normalized_loss)
     return NormalizedLosses(names, is_only_loss=len(wanted) == 1)
 
@@ -308,7 +308,7 @@ class Meter:
 
     def _num_arrived(self, has_arrived: Callable[[Any], bool]) -> int:
         """The number of pending batches that can be read without waiting: numbers arrive in order."""
-        return next((place for place, batch in enumerate(self._pending) if not has_arrived(batch.numbers)), len(self._pending))
+        return next((number for number, batch in enumerate(self._pending) if not has_arrived(batch.numbers)), len(self._pending))
 
     def _read(self, num_batches: int) -> None:
         if not num_batches:
@@ -322,11 +322,11 @@ class Meter:
 
     def _count(self, batch: _Pending, values: Sequence[float]) -> None:
         middle = len(batch.names)
-        for place, (name, loss_scale) in enumerate(batch.names.items()):
-            total = values[place]
+        for number, (name, loss_scale) in enumerate(batch.names.items()):
+            total = values[number]
             is_finite = isfinite(total)
             if is_finite or not batch.finite_only:
-                self._scores.add(name, total, values[middle + place], loss_scale)
+                self._scores.add(name, total, values[middle + number], loss_scale)
                 if not is_finite and loss_scale and len(self._not_finite) < MAX_NOT_FINITE:
                     self._note(batch, name, total)
 

@@ -25,7 +25,8 @@ SAFETENSORS = "safetensors"
 
 INSTALL = "pip install safetensors"
 
-FORMAT, PROGRESS = "format", "hvdtrain"
+FORMAT = "format"
+PROGRESS = "hvdtrain"
 """Entries of the header that are not names of tensors."""
 
 
@@ -83,9 +84,9 @@ def unreadable_error(file: Path, error: Exception) -> CheckpointError:
     text = str(error)
     if "weights_only" in text or "WeightsUnpickler" in text:  # PyTorch advises to load it nevertheless
         match = re.search(r"(?:GLOBAL|Unsupported class) (\S+)", text)
-        what = f"needs code to be loaded: {match.group(1)}" if match else "contains more than that"
+        reason = f"needs code to be loaded: {match.group(1)}" if match else "contains more than that"
         return DamagedCheckpoint(
-            f"{file}: expected tensors and plain values, got a file that {what}; hvdtrain never runs code from a file (and "
+            f"{file}: expected tensors and plain values, got a file that {reason}; hvdtrain never runs code from a file (and "
             "neither should you, with weights_only=False, unless you trust its author; a model's tensors alone are saved by "
             "torch.save({'model': model.state_dict()}, ...))"
         )

@@ -21,8 +21,8 @@ What a model does not save (a buffer of PyTorch with persistent=False) has no ro
 
 ROLES: tuple[Role, ...] = ("parameters", "frozen", "statistics", "counters")
 
-StatePart = Role | Literal["optimizer", "kept"]
-"""The parts of the state that can differ between ranks, so that each rank saves its own; "kept" are the tensors that a reducer
+StatePart = Role | Literal["optimizer", "reducer"]
+"""The parts of the state that can differ between ranks, so that each rank saves its own; "reducer" are the tensors that a reducer
 keeps (`ModelState.own`)."""
 
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from hvdtrain.learner.keys import LearnerKeys
 
 
-def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
+def class_of(wanted: Any, classes: Mapping[str, type], key: str) -> Any:
     """A class, given as a class or by its name, in any case.
 
     Args:
-        known: the classes by their names in lower case.
-        what: the key, for the error message.
+        classes: those to choose from, by their names in lower case.
+        key: that of the config, for the error message.
 
     Raises:
         ConfigError: there is no class with that name.
@@ -30,10 +30,10 @@ def class_of(wanted: Any, known: Mapping[str, type], what: str) -> Any:
     >>> class_of("INT", {"int": int}, "number"), class_of(float, {"int": int}, "number")
     (<class 'int'>, <class 'float'>)
     """
-    chosen = wanted if isinstance(wanted, type) else known.get(str(wanted).lower())
+    chosen = wanted if isinstance(wanted, type) else classes.get(str(wanted).lower())
     if chosen is None:
-        hint = did_you_mean(str(wanted).lower(), known)
-        raise ConfigError.of("unknown-value", f"{what}: expected one of {', '.join(sorted(known))}, got {wanted!r}{hint}")
+        hint = did_you_mean(str(wanted).lower(), classes)
+        raise ConfigError.of("unknown-value", f"{key}: expected one of {', '.join(sorted(classes))}, got {wanted!r}{hint}")
     return chosen
 
 
@@ -90,23 +90,24 @@ STRICT = frozenset(name for framework in FRAMEWORKS.values() for name in framewo
 """The packages whose classes accept only the options they name, even if their signature ends in **kwargs."""
 
 
-def option_problems(optimizer: type, options: Mapping[str, Any], where: str, others: Collection[str] = ()) -> list[Problem]:
+def option_problems(optimizer: type, options: Mapping[str, Any], where: str, more_names: Collection[str] = ()) -> list[Problem]:
     """Problems with options that a class does not accept. A third-party class with **kwargs is not checked.
 
     Args:
         where: the prefix of an option's name: 'optimizer.'
-        others: further allowed names.
+        more_names: further allowed ones.
     """
-    known = _option_names(optimizer)
-    if known is None:
+    option_names = _option_names(optimizer)
+    if option_names is None:
         return []
     problems = []
     for name, value in options.items():
-        if name not in known and name not in others:
-            hint = did_you_mean(name, [*known, *others])
+        if name not in option_names and name not in more_names:
+            hint = did_you_mean(name, [*option_names, *more_names])
             problems += problem(
                 "unknown-key",
-                f"{where}{name}: expected options of {optimizer.__name__}: {', '.join(known)}, got {name} = {value!r}{hint}",
+                f"{where}{name}: expected options of {optimizer.__name__}: {', '.join(option_names)}, "
+                f"got {name} = {value!r}{hint}",
             )
     return problems
 
@@ -229,11 +230,13 @@ def class_names(module: Any) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
 
-def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[str], where: str = "optimizer.") -> DecayRule:
+def take_decay_rule(
+    options: dict[str, Any], usual: DecayRule, layer_names: Iterable[str], where: str = "optimizer."
+) -> DecayRule:
     """Remove the options about weight decay from an optimizer's options, and return their rule; `usual` if there are none.
 
     Args:
-        known: the names of all classes. A name may include its module (`torch.nn.LayerNorm`).
+        layer_names: those of all classes. A name may include its module (`torch.nn.LayerNorm`).
         where: the prefix of an option's name.
 
     Raises:
@@ -249,7 +252,7 @@ def take_decay_rule(options: dict[str, Any], usual: DecayRule, known: Iterable[s
         )
     if blacklist is not None and not isinstance(blacklist, (list, tuple)):
         problems += problem("wrong-type", f"{where}{BLACKLIST}: expected a list of classes or their names, got {blacklist!r}")
-    names = set(known)
+    names = set(layer_names)
     wanted = list(blacklist) if isinstance(blacklist, (list, tuple)) else []
     for layer in wanted:
         if not isinstance(layer, type) and (not isinstance(layer, str) or _last(layer) not in names):

@@ -55,7 +55,7 @@ class PrecisionKeys(Section):
         "otherwise; None: not at all",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         try:
             self.precision()
         except ConfigError as error:

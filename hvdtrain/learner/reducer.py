@@ -159,7 +159,7 @@ class GradientExchange:
         """The first value that is not None, by rank; if all are None, the former one. Called a few times in a training."""
         # Without an exchange, only a rank with a batch calls this.
         values = self._comm.gather(value, name="agree") if self.is_active else [value]
-        agreed = next((known for known in (*values, former) if known is not None), None)
+        agreed = next((order for order in (*values, former) if order is not None), None)
         if agreed is None:
             error = BrokenSequence(
                 "train: expected sequences that can be read in the first step, got only broken ones on all ranks"
@@ -167,11 +167,11 @@ class GradientExchange:
             raise error.on_all_ranks() if self._group is None else error
         return agreed
 
-    def count_graph(self, seconds: float, float32: int, others: int) -> None:
+    def count_graph(self, seconds: float, float32: int, other_bytes: int) -> None:
         """Count the waiting seconds and sent bytes that a graph (of TensorFlow) reports: they cannot be measured from outside."""
         if self.is_active:
             self._timer.book("communication", seconds)
-            self.compressor.count_graph_bytes(float32, others)
+            self.compressor.count_graph_bytes(float32, other_bytes)
 
 
 class EpochSync(Protocol):

@@ -74,8 +74,8 @@ class RankKeys(Section):
 class ReduceKeys(ReducerKeys, RankKeys):
     """Training on several ranks."""
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
-        problems = super().problems(others)
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
+        problems = super().problems(sections)
         if self.use_horovod and self.torch_distributed is not None:
             problems += problem(
                 "conflict",
@@ -83,19 +83,19 @@ class ReduceKeys(ReducerKeys, RankKeys):
             )
         if self.use_horovod and (hint := absent("horovod")):
             problems += problem("unsupported", f"use_horovod: expected False, got True{hint}")
-        kind = others.spelling(ReduceKeys, "reduce_type")
+        kind = sections.spelling(ReduceKeys, "reduce_type")
         for reducer, keys in KEYS_OF_REDUCERS.items():
             for changed in keys.changed_of(self) if reducer != self.reduce_type else ():
                 problems += problem(
                     "conflict",
-                    f"{others.spelling(ReduceKeys, changed)}: expected {kind} = {reducer!r}, which has syncs, got "
+                    f"{sections.spelling(ReduceKeys, changed)}: expected {kind} = {reducer!r}, which has syncs, got "
                     f"{self.reduce_type!r}",
                 )
-        return problems + self._compression_problems(others)
+        return problems + self._compression_problems(sections)
 
-    def _compression_problems(self, others: Sections) -> list[Problem]:
+    def _compression_problems(self, sections: Sections) -> list[Problem]:
         chosen = COMPRESSIONS.get(self.compression or "")
-        where = others.spelling(ReduceKeys, "compression")
+        where = sections.spelling(ReduceKeys, "compression")
         if chosen is None:
             return []
         problems = []
@@ -103,7 +103,8 @@ class ReduceKeys(ReducerKeys, RankKeys):
             can = " or ".join(repr(name) for name, compression in COMPRESSIONS.items() if compression.over_horovod)
             hint = "Horovod has no such type; torch_distributed has"
             problems += problem("conflict", f"{where}: expected {can} with use_horovod, got {self.compression!r} ({hint})")
-        precision, learner = others.get(PrecisionKeys), others.get(LearnerKeys)
+        precision = sections.get(PrecisionKeys)
+        learner = sections.get(LearnerKeys)
         kind = self.reduce_type
         suitable = {
             name: compression.bits is None if kind == "grad" else compression.narrow is not None or compression.bits is not None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 def commit_of(folder: Path) -> str:
     """The commit that is checked out in the repository around a folder; empty if there is none, or if it cannot be read."""
-    for place in (folder, *folder.parents):
-        repository = place / ".git"
+    for parent in (folder, *folder.parents):
+        repository = parent / ".git"
         if repository.exists():
             with suppress(OSError, UnicodeDecodeError):
                 return _head(_linked(repository))

@@ -10,7 +10,8 @@ from hvdtrain.data.files import size_text
 from hvdtrain.runtime.scores import text
 from hvdtrain.runtime.timer import clock_text
 
-FEW_SKIPPED, FEW_SKIPPED_SHARE = 5, 0.02
+FEW_SKIPPED = 5
+FEW_SKIPPED_SHARE = 0.02
 """More skipped updates in an epoch than both this number and this share of them are worth a warning: a loss scale skips a few
 while it comes down at first, and one whenever it has grown too large."""
 

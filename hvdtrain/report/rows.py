@@ -76,11 +76,11 @@ def score_text(score: float) -> str:
     return f"{score:#.4g}" if 1 <= size < 1e5 else f"{score:#.3g}"
 
 
-def cost_row(report: EpochReport, left: float | None, now: float, indent: int) -> str:
+def cost_row(report: EpochReport, seconds_left: float | None, now: float, indent: int) -> str:
     """What an epoch took: time, and the share of computing; speed, memory; its learning rate and padding; and when training ends.
 
     Args:
-        left: seconds until the last epoch is done; None: it is.
+        seconds_left: until the last epoch is done; None: it is.
         now: the time of day.
         indent: the columns below the beginning of the row above.
     """
@@ -95,7 +95,7 @@ def cost_row(report: EpochReport, left: float | None, now: float, indent: int) -
     parts += [report.skipped_text] if report.skipped else []
     padding = report.padding.get(main_key(report.num_frames) or "", 0.0)
     parts += [f"padding {100 * padding:.0f} %"] if padding >= 0.005 else []
-    parts += [] if left is None else [f"left {clock_text(left)}, ends {end_text(now, left)}"]
+    parts += [] if seconds_left is None else [f"left {clock_text(seconds_left)}, ends {end_text(now, seconds_left)}"]
     return " " * indent + BETWEEN.join(parts)
 
 
@@ -161,9 +161,9 @@ def seconds_left(seconds: Sequence[float], epochs: float) -> float | None:
     return fmean(seconds[-RECENT:]) * epochs if epochs > 0 else None
 
 
-def end_text(now: float, left: float) -> str:
+def end_text(now: float, seconds_left: float) -> str:
     """The clock time of the end; with the day if that is another one."""
-    begin, end = datetime.fromtimestamp(now), datetime.fromtimestamp(now + left)
+    begin, end = datetime.fromtimestamp(now), datetime.fromtimestamp(now + seconds_left)
     days = (end.date() - begin.date()).days
     return end.strftime("%H:%M" if not days else "%a %H:%M" if days < 7 else "%Y-%m-%d")
 

@@ -71,9 +71,9 @@ class Reporters:
     services: Sequence[Reporter] = ()
     evaluations: Sequence[EvaluationReceiver] = ()
 
-    def with_others(self, others: Iterable[Reporters]) -> Reporters:
+    def with_others(self, more_reporters: Iterable[Reporters]) -> Reporters:
         """These reporters, and others after them."""
-        every = [self, *others]
+        every = [self, *more_reporters]
         return Reporters(
             [reporter for each in every for reporter in each.epochs],
             [receiver for each in every for receiver in each.steps],
@@ -121,7 +121,7 @@ def work_counter(
 
     def work(start: int, end: int) -> tuple[int, Mapping[str, int]]:
         frames = {name: passes * plan.num_frames(column, start, end) for name, column in lengths.items()}
-        return passes * num_sequences(plan.between(start, end)), frames
+        return passes * num_sequences(plan.indices_between(start, end)), frames
 
     return work
 

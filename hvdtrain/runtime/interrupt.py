@@ -55,7 +55,7 @@ class InterruptKeys(Section):
         60.0, "stop this many seconds before time_limit, to leave time for two training steps and saving", not_negative
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         if self.time_limit is not None and seconds_of(self.time_limit) <= self.time_limit_margin:
             return problem(
                 "conflict",

@@ -101,7 +101,7 @@ class LogKeys(Section):
         missing = [DEFAULT_VERBOSITY] * (len(names) - len(self.log_verbosity))
         return dict(zip(names, [*self.log_verbosity, *missing], strict=False))
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         if isinstance(self.log_verbosity, list) and len(self.log_verbosity) > len(self.targets):
             targets = ", ".join(self.targets)
             return problem(

@@ -7,16 +7,16 @@ from pathlib import Path
 
 def host_memory() -> int | None:
     """Bytes of free memory on this host, or in the control group of this process if that is less; None: unknown."""
-    left = [_available_memory(Path("/proc/meminfo"))]
+    free_sizes = [_available_memory(Path("/proc/meminfo"))]
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            number, _, place = line.split(":", 2)
+            number, _, group_path = line.split(":", 2)
             if number == "0":  # version 2; the limit may be set on a parent group
-                group = Path("/sys/fs/cgroup") / place.strip("/")
-                left += [_memory_left(folder) for folder in (group, *group.parents) if (folder / "memory.max").exists()]
+                group = Path("/sys/fs/cgroup") / group_path.strip("/")
+                free_sizes += [_memory_left(folder) for folder in (group, *group.parents) if (folder / "memory.max").exists()]
     except (OSError, ValueError):
         pass
-    return min((size for size in left if size is not None), default=None)
+    return min((size for size in free_sizes if size is not None), default=None)
 
 
 def _available_memory(meminfo: Path) -> int | None:

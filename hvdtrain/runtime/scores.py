@@ -81,8 +81,8 @@ class Scores:
         statistics: dict[str, dict[int, float]] = {}
         for name, entry in self._sums.items():
             if STATISTIC in name:
-                statistic, _, place = name.rpartition(STATISTIC)
-                statistics.setdefault(statistic, {})[int(place)] = _sum(entry.totals)
+                statistic, _, column = name.rpartition(STATISTIC)
+                statistics.setdefault(statistic, {})[int(column)] = _sum(entry.totals)
         return {name: [total for _, total in sorted(sums.items())] for name, sums in sorted(statistics.items())}
 
     def _losses(self) -> list[tuple[str, Sum]]:
@@ -150,10 +150,10 @@ def _partials(values: Sequence[float]) -> list[float]:
     finite = values if isfinite(_sum(values)) else [value for value in values if isfinite(value)]
     not_finite = sorted({repr(value): value for value in values if not isfinite(value)}.items()) if finite is not values else []
     partials: list[float] = []
-    while rest := _sum([*finite, *(-partial for partial in partials)]):
-        if not isfinite(rest):  # an intermediate sum overflows, though the final sum might not
+    while remainder := _sum([*finite, *(-partial for partial in partials)]):
+        if not isfinite(remainder):  # an intermediate sum overflows, though the final sum might not
             return list(values)
-        partials.append(rest)
+        partials.append(remainder)
     return partials + [value for _, value in not_finite]
 
 

@@ -57,4 +57,4 @@ def _num_since(history: Sequence[EpochRecord], since: EpochRecord) -> int:
     """How many epochs, or evaluations if some are within epochs, there were after a record."""
     if all(record.at_step is None for record in history):
         return history[-1].epoch - since.epoch
-    return len(history) - 1 - next(place for place, record in enumerate(history) if record is since)
+    return len(history) - 1 - next(number for number, record in enumerate(history) if record is since)

@@ -72,7 +72,7 @@ class ScheduleKeys(Section):
     def measures(self) -> Mapping[str, str | list[str] | None]:
         return {"learning_rate_control_error_measure": self.learning_rate_control_error_measure}
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         problems = []
         if self.learning_rate is None and self.learning_rates is None:
             problems += problem("missing", "learning_rate: expected learning_rate or learning_rates, got neither")

@@ -180,8 +180,8 @@ def check_space(settings: Settings, session: Session) -> None:
         tensors = [tensor for role in ROLES for name, tensor in state.tensors(role).items() if name in saved]
         needed = num_bytes(tensors)
     else:
-        others = folder.other_files(newest, [path.name for path in place.iterdir()])
-        needed = sum(path.stat().st_size for path in (newest.model_file, *(place / name for name in others)))
+        other_files = folder.other_files(newest, [path.name for path in place.iterdir()])
+        needed = sum(path.stat().st_size for path in (newest.model_file, *(place / name for name in other_files)))
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError.of(
@@ -201,8 +201,8 @@ def record_start(settings: Settings, session: Session, hosts: list[Host]) -> Sta
     first = session.progress.epoch + 1
     size = session.learner.num_parameters
     folder = settings.records
-    place = (settings.files[0] if settings.files else folder).absolute().parent
-    commit = commit_of(place) if session.comm.rank == 0 else ""
+    config_folder = (settings.files[0] if settings.files else folder).absolute().parent
+    commit = commit_of(config_folder) if session.comm.rank == 0 else ""
     start = Start(hosts, in_effect, first, size, settings.texts, goodput=session.goodput.record(), commit=commit)
     on_rank_zero(session.comm, partial(append_start, folder, start), name="note_start")
     return start

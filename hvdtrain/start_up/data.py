@@ -230,8 +230,8 @@ def _check_collate(feed: Feed, settings: Settings) -> None:
         "import of returnn": settings.source.is_foreign,
         f"backend {settings.run.backend!r}": "trees of tensors" not in FRAMEWORKS[settings.run.backend].features,
     }
-    for what in [what for what, is_used in uses.items() if is_used]:
-        raise DataError(f"{feed.name}: expected no {what} with collate, whose batches are what it returns, got both")
+    for use in [use for use, is_used in uses.items() if is_used]:
+        raise DataError(f"{feed.name}: expected no {use} with collate, whose batches are what it returns, got both")
 
 
 def _check_fixed_order(feed: Feed, chunking: Mapping[str, bool]) -> None:
@@ -248,8 +248,8 @@ def _check_fixed_order(feed: Feed, chunking: Mapping[str, bool]) -> None:
         "seq_list_filter_file": not is_returnns and feed.subset is not None,
         "max_batches": feed.order_keys.max_batches is not None,
     }
-    what = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
+    kind = "a dataset that RETURNN reads in its own order" if is_returnns else "an iterable, which is read from beginning to end"
     for key in [key for key, is_used in uses.items() if is_used]:
         raise DataError(
-            f"{feed.name}: expected no {key} with {what}, got it (convert it once with hvdtrain dump and train on the HDF file)"
+            f"{feed.name}: expected no {key} with {kind}, got it (convert it once with hvdtrain dump and train on the HDF file)"
         )

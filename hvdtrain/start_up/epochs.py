@@ -34,14 +34,14 @@ class BegunEpoch:
         """The warning about its steps on now so many ranks; empty: its batches do not depend on the number of ranks."""
         began = f"epoch {self.number} began on {ranks_text(self.ranks)}"
         if settings.reduce.dataset_distribution != "shard":
-            rest = "what the others had left is not trained" if ranks < self.ranks else "each new rank joins at their position"
-            return f"horovod_dataset_distribution: {began}, each with an order of its own: {rest}"
+            effect = "what the others had left is not trained" if ranks < self.ranks else "each new rank joins at their position"
+            return f"horovod_dataset_distribution: {began}, each with an order of its own: {effect}"
         for name in ("max_seqs_total", "batch_size_total"):
             total = getattr(settings.batch, name)
             if isinstance(total, int):
                 size = max(1, total // self.ranks)
-                rest = f"until it ends, a step has {ranks * size} on {ranks_text(ranks)} instead of {total}"
-                return f"{name}: {began} and keeps its batches of {size}: {rest}"
+                effect = f"until it ends, a step has {ranks * size} on {ranks_text(ranks)} instead of {total}"
+                return f"{name}: {began} and keeps its batches of {size}: {effect}"
             if total is not None:
                 return f"{name}: {began} and keeps its batches: until it ends, a step has {ranks} of them instead of {self.ranks}"
         return ""

@@ -153,8 +153,8 @@ def _open(
         together(comm, launcher.refuse_to_repeat, name="former_failure")
     check_keys(settings, purpose, comm)  # first of all: other keys may mean other messages, and ranks would wait for ever
     limit = settings.interrupt.seconds if purpose == "train" else None
-    left = None if limit is None else limit - (steady_time() - job_began(settings))
-    interrupt = Interrupt(left, launcher.grace)
+    seconds_left = None if limit is None else limit - (steady_time() - job_began(settings))
+    interrupt = Interrupt(seconds_left, launcher.grace)
     if purpose == "train" and settings.process.handles_signals:
         stack.enter_context(interrupt)
     if purpose != "measure":

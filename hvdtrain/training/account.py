@@ -51,9 +51,9 @@ def usage_of_indices(batches: int, indices: Array) -> Usage:
 def usage_of_plan(feed: Feed, plan: Plan, start: int, stop: int) -> Usage:
     """The usage of the batches of a plan from `start` up to `stop` (exclusive)."""
     total = Usage(batches=max(0, min(stop, plan.num_batches) - start))
-    order = plan.between(start, stop)
-    for place in range(0, len(order), SEQUENCES_AT_ONCE):
-        total += usage_of_indices(0, feed.sequences_of(order[place : place + SEQUENCES_AT_ONCE]))
+    order = plan.indices_between(start, stop)
+    for begin in range(0, len(order), SEQUENCES_AT_ONCE):
+        total += usage_of_indices(0, feed.sequences_of(order[begin : begin + SEQUENCES_AT_ONCE]))
     return total
 
 
@@ -96,11 +96,11 @@ class Account:
         self._position = position
         return entry
 
-    def check(self, what: str, entries: Sequence[Entry]) -> None:
+    def check(self, purpose: str, entries: Sequence[Entry]) -> None:
         """Compare what all ranks used with the plan.
 
         Args:
-            what: the work that the sequences were used for, such as 'evaluation of epoch 3'.
+            purpose: the work that the sequences were used for, such as 'evaluation of epoch 3'.
             entries: the entries of all ranks, by rank.
 
         Raises:
@@ -121,6 +121,6 @@ class Account:
                 got += ", but not the same ones: some are missing, and others were used twice"
             by = "all ranks together" if is_shared else f"rank {number}"
             raise DataError(
-                f"{self._feed.name}, {what}: expected the {planned.sequences} sequences in {planned.batches} batches of the "
+                f"{self._feed.name}, {purpose}: expected the {planned.sequences} sequences in {planned.batches} batches of the "
                 f"plan, got {got} by {by} (these steps are not saved; please report this with the config and the log)"
             ).on_all_ranks()

@@ -37,10 +37,10 @@ def plan_together(comm: Communicator, feed: Feed, epoch: int) -> Plan:
     """
     planner = PLANNERS.last or plan_on_each
     plan, checksums = planner(comm, feed, epoch)
-    if others := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
+    if different := [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]:
         check_alike(comm, "plan", feed.plan_inputs(epoch), of=f"{feed.name}: ")
         raise DataError(
-            f"{feed.name}: expected the same sequences on all ranks, got others on rank {others[0]} "
+            f"{feed.name}: expected the same sequences on all ranks, got others on rank {different[0]} "
             "(are the files the same on all hosts?)"
         ).on_all_ranks()
     return plan

@@ -275,7 +275,7 @@ class CallbackKeys(Section):
         "arguments, or a list of these; called on every rank, or on rank 0 if it has rank_zero_only = True (docs/training.md)",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         return build_objects("callbacks", self.callbacks, EVENTS, "on_")[1]
 
     def open(self, rank: int, of_plugins: Iterable[Any] = ()) -> Callbacks:

@@ -202,8 +202,8 @@ class Control:
 
     def _stop_reason(self) -> str | None:
         """Why this rank wants to stop; None: it does not."""
-        asked = self._training.wants_stop
-        return self._interrupt.reason or (None if asked is None else f"a callback ({asked})")
+        callback = self._training.wants_stop
+        return self._interrupt.reason or (None if callback is None else f"a callback ({callback})")
 
 
 def stopped_by(reason: str, progress: Progress, status: int) -> Stopped:

@@ -32,7 +32,8 @@ def resolve(
     """The sections, with the values that follow from other sections filled in."""
     sections = Sections(built)
     result = {kind: section.resolved(sections) if isinstance(section, Section) else section for kind, section in built.items()}
-    started, learner = built[LaunchKeys], built[LearnerKeys]
+    started = built[LaunchKeys]
+    learner = built[LearnerKeys]
     if started is not None and learner is not None and started.ngpu == 0 and learner.device is None:
         result[LearnerKeys] = replace(learner, device="cpu")
     if torch_distributed is None:
@@ -78,7 +79,8 @@ def _with_feature(feature: Feature) -> str:
 
 
 def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ...], list[Problem]]:
-    keys, reduce = sections.get(DataKeys), sections.get(ReduceKeys)
+    keys = sections.get(DataKeys)
+    reduce = sections.get(ReduceKeys)
     if keys is None:
         return (), []
     from hvdtrain.data.config_datasets import datasets_of
@@ -124,7 +126,8 @@ def _impossible_measures(sections: Sections, source: Source, specs: tuple[Datase
 
 def _forward_data(sections: Sections, source: Source) -> tuple[DatasetSpec | None, list[Problem]]:
     """The dataset to forward or search; None: the task is another one."""
-    keys, run = sections.get(DataKeys), sections.get(RunKeys)
+    keys = sections.get(DataKeys)
+    run = sections.get(RunKeys)
     if keys is None or run is None or run.task not in ("forward", "search"):
         return None, []
     from hvdtrain.data.config_datasets import forward_dataset

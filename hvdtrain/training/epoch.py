@@ -198,7 +198,7 @@ def epoch_report(
         elapsed=current.elapsed,
         computing=current.computing / current.elapsed,
         learning_rate=last_rate,
-        num_sequences=feed.passes * feed.sequences_among(epoch.plan.between(0, end)),
+        num_sequences=feed.passes * feed.sequences_among(epoch.plan.indices_between(0, end)),
         scores=scores,
         padding=feed.padding(epoch.plan, current.epoch),
         seconds=seconds,

@@ -132,12 +132,12 @@ def not_finite_error(
 def _finding(fault: NotFinite, dataset: Dataset, epoch: int, first_step: int) -> _Finding:
     inputs = _broken_inputs(dataset.at_epoch(epoch), fault.indices)
     cause = "its input" if inputs else "the loss itself"
-    what = f"{fault.loss} = {fault.value} in step {fault.step - first_step} of epoch {epoch}"
+    fault_text = f"{fault.loss} = {fault.value} in step {fault.step - first_step} of epoch {epoch}"
     why = f"{len(fault.parameters)} parameters are not finite" if fault.parameters else f"{cause} is the cause"
     tags = first_few(dataset.tags(fault.indices), MAX_NAMES)
     broken = first_few(fault.parameters, MAX_NAMES) or f"none, so {cause} is the cause"
-    text = f"{what}, sequences {tags}; {inputs or 'its input is finite'}; parameters that are not finite: {broken}"
-    return _Finding(fault.step, f"{what}: {why}", text)
+    text = f"{fault_text}, sequences {tags}; {inputs or 'its input is finite'}; parameters that are not finite: {broken}"
+    return _Finding(fault.step, f"{fault_text}: {why}", text)
 
 
 def _broken_inputs(dataset: Dataset, indices: Sequence[int]) -> str:

@@ -40,10 +40,10 @@ class EvaluationKeys(Section):
         """Whether evaluations within epochs count for something."""
         return self.is_used and use in self.eval_interval_for
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
-        data = others.get(DataKeys)
-        ending = others.get(EarlyStoppingKeys)
-        schedule = others.get(ScheduleKeys)
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
+        data = sections.get(DataKeys)
+        ending = sections.get(EarlyStoppingKeys)
+        schedule = sections.get(ScheduleKeys)
         problems: list[Problem] = []
         if not self.is_used:
             return problems

@@ -112,10 +112,10 @@ class Notifier:
             yield
 
     @contextmanager
-    def _without_timeout(self, event: str, what: str) -> Iterator[None]:
+    def _without_timeout(self, event: str, activity: str) -> Iterator[None]:
         """Collective. A context for the user's code: the watchdog allows it much time, and ranks without such code wait."""
-        self._watchdog.beat(what, "unhurried")
+        self._watchdog.beat(activity, "unhurried")
         began = time.monotonic()
         yield
         self._longest[event] = max(self._comm.gather(time.monotonic() - began, name="unhurried"))
-        self._watchdog.beat(f"after {what}", "between")
+        self._watchdog.beat(f"after {activity}", "between")

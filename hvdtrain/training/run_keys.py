@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from os.path import basename
 from typing import Any
 
 from hvdtrain.config.keys import (
@@ -51,8 +51,8 @@ class RunKeys(Section):
         REQUIRED,
         "where checkpoints go: the beginning of their names, such as exp/g2p/model",
         Rule(
-            "a path on a disk (checkpoint_mirror copies checkpoints to a URL)",
-            lambda value: bool(Path(value).name) and not is_remote(value),
+            "a path on a disk that ends in the beginning of names, such as exp/model (checkpoint_mirror copies to a URL)",
+            lambda value: basename(value) not in ("", ".", "..") and not is_remote(value),
         ),
     )
     num_epochs: int = key(5, "train up to this epoch", positive)

@@ -88,22 +88,22 @@ class Vote:
         self._since = clock()
         self._every = 1
         self._steps = 0
-        self._place: Hashable = None
-        self._is_new_place = False  # since the exchange under way began
+        self._kind: Hashable = None
+        self._is_new_kind = False  # since the exchange under way began
 
     def step(
-        self, requests: Callable[[], Requests], place: Hashable = None, checksum: Callable[[], int] | None = None
+        self, requests: Callable[[], Requests], kind: Hashable = None, checksum: Callable[[], int] | None = None
     ) -> Requests | None:
         """The counted requests, if an exchange ends after this update or step; otherwise None.
 
         Args:
             requests: returns this rank's requests; called when an exchange starts.
-            place: steps of another kind take another time, so that their first one exchanges at once.
+            kind: steps of another kind take another time, so that their first one exchanges at once.
             checksum: returns a number below 2 ** 20 that is to be the same on all ranks; called now and then.
         """
-        if place != self._place:
-            self._place = place
-            self._is_new_place = True
+        if kind != self._kind:
+            self._kind = kind
+            self._is_new_kind = True
             self._every = 1
             self._steps = 0
         self._steps += 1
@@ -119,7 +119,7 @@ class Vote:
         numbers = [*requests(), wanted if self._comm.rank == 0 else 0, compared, compared**2]
         self._handle = self._comm.start([self._tensor(numbers)], "sum", name="requests")
         self._steps = 0
-        self._is_new_place = False
+        self._is_new_kind = False
         return counted
 
     def finish(self) -> Requests | None:
@@ -129,6 +129,6 @@ class Vote:
         [numbers] = self._comm.finish(self._handle)
         self._handle = None
         *counts, every, total, squares = map(round, numpy.asarray(numbers).tolist())
-        self._every = 1 if self._is_new_place else every
+        self._every = 1 if self._is_new_kind else every
         # Numbers are all the same if, and only if, this is so (Cauchy and Schwarz).
         return Requests(*counts)._replace(compare=int(self._comm.size * squares != total**2))

@@ -42,16 +42,16 @@ def names(folder: Path) -> list[str]:
 
 
 def test_names_are_those_of_returnn() -> None:
-    checkpoint = CheckpointFolder(Path("exp/net")).at(7)
+    checkpoint = CheckpointFolder(Path("exp/net")).checkpoint_at(7)
     assert checkpoint.epoch == 7
     assert (str(checkpoint.model_file), str(checkpoint.optimizer_file)) == ("exp/net.007.pt", "exp/net.007.opt.pt")
-    assert str(CheckpointFolder(Path("net"), "weights.h5").at(1234).optimizer_file) == "net.1234.opt.weights.h5"
+    assert str(CheckpointFolder(Path("net"), "weights.h5").checkpoint_at(1234).optimizer_file) == "net.1234.opt.weights.h5"
 
 
 def test_both_files_are_saved_in_a_folder_that_is_made(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path / "exp" / "deep" / "net")
     saved = save(checkpoints, 3)
-    assert saved == checkpoints.at(3)
+    assert saved == checkpoints.checkpoint_at(3)
     assert names(tmp_path / "exp" / "deep") == ["net.003.opt.pt", "net.003.pt"]
     assert (saved.model_file.read_text(), saved.optimizer_file.read_text()) == ("model", "optimizer")
 
@@ -79,7 +79,7 @@ def test_a_write_that_fails_leaves_the_older_checkpoint_and_nothing_else(tmp_pat
     assert str(caught.value).startswith(f"{tmp_path / 'net.002.pt'}: expected to write a checkpoint, got: {error}")
     assert (" free there; with more, the same command continues" in str(caught.value)) == isinstance(error, OSError)
     assert names(tmp_path) == ["net.001.opt.pt", "net.001.pt"]
-    assert checkpoints.newest() == checkpoints.at(1)
+    assert checkpoints.newest() == checkpoints.checkpoint_at(1)
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_saving_again_replaces_the_files(tmp_path: Path) -> None:
     (tmp_path / "net.001.pt").write_text("old")
     (tmp_path / "net.001.opt.pt").write_text("old")
     assert save(checkpoints, 1).model_file.read_text() == "model"
-    assert checkpoints.at(1).optimizer_file.read_text() == "optimizer"
+    assert checkpoints.checkpoint_at(1).optimizer_file.read_text() == "optimizer"
 
 
 def test_newest_counts_epochs_as_numbers(tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_newest_skips_models_without_optimizer(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path / "net")
     for epoch in (1, 2, 3):
         save(checkpoints, epoch)
-    checkpoints.at(3).optimizer_file.unlink()
-    assert checkpoints.newest() == checkpoints.at(2)
-    checkpoints.at(2).model_file.unlink()  # killed between the two renames
+    checkpoints.checkpoint_at(3).optimizer_file.unlink()
+    assert checkpoints.newest() == checkpoints.checkpoint_at(2)
+    checkpoints.checkpoint_at(2).model_file.unlink()  # killed between the two renames
     assert checkpoints.newest() is None  # epoch 1's optimizer has been removed as too old
 
 
@@ -162,7 +162,7 @@ def test_newest_is_not_misled_by_other_files(tmp_path: Path) -> None:
     for name in ("net.v1.007.pt", "netXv1.008.pt", "net.v1.009.txt", "net.v1.best.pt", "my-net.v1.010.pt", "net.v1.011.pt.bak"):
         (tmp_path / name).touch()
         (tmp_path / name.replace(".pt", ".opt.pt")).touch()
-    assert checkpoints.newest() == checkpoints.at(7)
+    assert checkpoints.newest() == checkpoints.checkpoint_at(7)
 
 
 def test_a_folder_that_is_not_there_has_no_newest(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_optimizer_files_of_returnn_stay(tmp_path: Path) -> None:
     """Its runs may continue from them; they are told by the version that RETURNN notes in them."""
     checkpoints = CheckpointFolder(tmp_path / "net")
     save(checkpoints, 1)
-    torch.save({"optimizer": {}, "epoch": 1, "returnn_version": "1.20260101"}, checkpoints.at(1).optimizer_file)
+    torch.save({"optimizer": {}, "epoch": 1, "returnn_version": "1.20260101"}, checkpoints.checkpoint_at(1).optimizer_file)
     torch.save({"optimizer": {}, "epoch": 2}, save(checkpoints, 2).optimizer_file)
     for epoch in range(3, 6):
         save(checkpoints, epoch)
@@ -203,20 +203,20 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_checkpoint_within_an_epoch_is_newer_than_the_epoch_before_and_older_than_its_end(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path / "net")
     save(checkpoints, 3)
-    own = checkpoints.at(4, 90).rank_file(1, 2)
+    own = checkpoints.checkpoint_at(4, 90).rank_file(1, 2)
     checkpoints.write_rank(own, Path.touch)
     for step in (80, 100, 90):  # a run that went on from an older one
         save(checkpoints, 4, step=step)
-        assert checkpoints.newest() == checkpoints.at(4, step)
+        assert checkpoints.newest() == checkpoints.checkpoint_at(4, step)
     assert names(tmp_path) == [
         "net.003.opt.pt",
         "net.003.pt",
         "net.004.step-90.opt.pt",
         "net.004.step-90.pt",
     ]
-    checkpoints.at(4, 90).model_file.unlink()  # killed while it was removed
+    checkpoints.checkpoint_at(4, 90).model_file.unlink()  # killed while it was removed
     save(checkpoints, 4)
-    assert checkpoints.newest() == checkpoints.at(4)
+    assert checkpoints.newest() == checkpoints.checkpoint_at(4)
     assert names(tmp_path) == ["net.003.opt.pt", "net.003.pt", "net.004.opt.pt", "net.004.pt"]
 
 
@@ -224,6 +224,6 @@ def test_what_ranks_write_of_their_own_belongs_to_a_checkpoint(tmp_path: Path) -
     checkpoints = CheckpointFolder(tmp_path / "net")
     for step in (80, 90):
         for rank in range(2):
-            checkpoints.write_rank(checkpoints.at(4, step).rank_file(rank, 2), Path.touch)
+            checkpoints.write_rank(checkpoints.checkpoint_at(4, step).rank_file(rank, 2), Path.touch)
         save(checkpoints, 4, step=step)
         assert names(tmp_path) == [f"net.004.step-{step}.{part}pt" for part in ("opt.", "", "rank-0-of-2.", "rank-1-of-2.")]

@@ -188,18 +188,18 @@ def test_a_model_in_two_formats_is_one_checkpoint(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     folder = CheckpointFolder(tmp_path / "net", "pt", "safetensors")
     assert folder.finished_epochs() == [1]
-    assert folder.newest() == folder.at(1)
-    assert folder.at(1).model_file.name == "net.001.safetensors"
-    assert CheckpointFolder(tmp_path / "net").at(1).model_file.name == "net.001.pt"
-    assert CheckpointFolder(tmp_path / "net").at(2, 9).model_file.name == "net.002.step-9.safetensors"
-    assert folder.at(3).model_file.name == "net.003.safetensors"
+    assert folder.newest() == folder.checkpoint_at(1)
+    assert folder.checkpoint_at(1).model_file.name == "net.001.safetensors"
+    assert CheckpointFolder(tmp_path / "net").checkpoint_at(1).model_file.name == "net.001.pt"
+    assert CheckpointFolder(tmp_path / "net").checkpoint_at(2, 9).model_file.name == "net.002.step-9.safetensors"
+    assert folder.checkpoint_at(3).model_file.name == "net.003.safetensors"
     left_behind = tmp_path / "net.003.safetensors.folder.unfinished"  # by a kill
     left_behind.mkdir()
     (left_behind / ".tmpX").touch()
     folder.prepare(folder.new(3))
     assert not left_behind.exists()
-    folder.remove([folder.at(1)])
-    folder.tidy(folder.at(3))
+    folder.remove([folder.checkpoint_at(1)])
+    folder.tidy(folder.checkpoint_at(3))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -64,7 +64,7 @@ def test_a_model_that_another_framework_trained_is_refused(tmp_path: Path, kind:
     assert start_of_training(StartKeys(start_epoch=1), folder) == StartingPoint()
     for name in ("001.opt.npz", "001.npz"):
         (tmp_path / f"model.{name}").touch()
-    assert start_of_training(StartKeys(), folder).checkpoint == folder.at(1)
+    assert start_of_training(StartKeys(), folder).checkpoint == folder.checkpoint_at(1)
 
 
 def test_a_model_without_its_optimizer_is_not_replaced(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_new_model_in_the_folder_of_another_one_is_told(tmp_path: Path) -> Non
     assert "has another model, too: scores.jsonl" in str(start_of_training(StartKeys(), folder).remark)
     for name in ("two.001.opt.pt", "two.001.pt"):
         (tmp_path / name).touch()
-    assert start_of_training(StartKeys(), folder) == StartingPoint(folder.at(1))
+    assert start_of_training(StartKeys(), folder) == StartingPoint(folder.checkpoint_at(1))
 
 
 def test_load_goes_on_after_the_models_epoch_and_steps(

@@ -518,8 +518,15 @@ def test_a_config_may_begin_with_the_mark_of_its_encoding(tmp_path: Path) -> Non
     assert read_settings([written(tmp_path, f"\ufeff{MINIMAL}")], {}).run.task == "train"
 
 
-def test_a_model_has_a_name(tmp_path: Path) -> None:
-    assert problems(tmp_path, model="") == ["model: wrong-format"]
+def test_an_optimizer_that_the_config_has_made_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
+    (mistake,) = found(tmp_path, "optimizer = object()\n")
+    assert (mistake.key, mistake.rule) == ("optimizer", "wrong-type")
+    assert "def optimizer(parameters)" in mistake.hint
+
+
+@pytest.mark.parametrize("model", ["", "exp/", "exp/.", ".."])  # names would begin with nothing, or with that of the folder
+def test_a_model_ends_in_the_beginning_of_names(tmp_path: Path, model: str) -> None:
+    assert problems(tmp_path, model=model) == ["model: wrong-format"]
 
 
 def test_an_exception_in_a_module_that_the_config_imports_names_the_configs_line(tmp_path: Path) -> None:
@@ -1025,6 +1032,17 @@ def test_ctrl_c_while_a_config_is_read_shows_no_traceback(tmp_path: Path, capsys
     for arguments in ([str(path)], ["prove", str(path)], ["submit", str(path), "--scheduler", "mpi"]):
         assert main(arguments) == 130
         assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argument", "status"), [("-m", 130), ("program.py", 1)])
+def test_ctrl_c_while_the_package_is_imported_shows_no_traceback_of_its_own_program(argument: str, status: int) -> None:
+    code = (
+        "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n        if name == 'hvdtrain.context':\n"
+        f"            raise KeyboardInterrupt\nsys.argv[0] = {argument!r}\nsys.meta_path.insert(0, Interrupt())\n"
+        "try:\n    import hvdtrain\nexcept KeyboardInterrupt:\n    sys.exit(1)  # of another program, which gets it"
+    )
+    finished = run("-c", code)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (status, "", "")
 
 
 def test_a_report_knows_its_options(capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,7 +159,7 @@ def test_models_within_epochs_that_are_kept(tmp_path: Path) -> None:
     progress = Progress(history=[record for record in records if record.at_step is None], evaluations=evaluations)
 
     def kept(existing: set[Age], *rules: AverageRule) -> set[Age]:
-        needed = KeptModels(folder, best, [Averages(rules, Measure())]).needed(progress, existing)
+        needed = KeptModels(folder, best, [Averages(rules, Measure(), num_epochs=9)]).needed(progress, existing)
         return {age for age in needed if age[1] != inf}
 
     assert kept(everything) == {(1, 10)}

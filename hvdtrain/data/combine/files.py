@@ -96,10 +96,10 @@ def _span(name: str, files: Sequence[MappedFile]) -> tuple[Array, Array, int] | 
     frames, places, step = mapped
     starts = numpy.concatenate([file.starts[name] for file in files])
     ends = numpy.cumsum([len(file.starts[name]) for file in files]).tolist()
-    for place, begin, end in zip(places, [0, *ends], ends, strict=False):  # in place: there may be many
+    for offset, begin, end in zip(places, [0, *ends], ends, strict=False):  # in place: there may be many
         if step != 1:
             starts[begin:end] *= step
-        starts[begin:end] += place
+        starts[begin:end] += offset
     return frames, starts, step
 
 
@@ -111,11 +111,11 @@ def open_files(where: str, paths: Sequence[str], open_file: Callable[[str], Data
     """
     if not paths:
         raise DataError(f"{where}: expected at least one file, got none")
-    known: dict[Stream, Stream] = {}  # the names of many classes are in memory once
+    streams_once: dict[Stream, Stream] = {}  # the names of many classes are in memory once
     files = []
     for path in paths:
         file = open_file(path)
-        file.streams = {name: known.setdefault(stream, stream) for name, stream in file.streams.items()}
+        file.streams = {name: streams_once.setdefault(stream, stream) for name, stream in file.streams.items()}
         files.append(file)
     if len(files) == 1:
         return files[0]

@@ -99,9 +99,9 @@ def common_streams(where: str, by_dataset: Mapping[str, Mapping[str, Stream]]) -
 def common_stream(where: str, streams: Mapping[str, Stream]) -> Stream:
     """One stream for data that comes from several. Raises: DataError, if dimension, shape or labels differ, or no type holds all
     values: texts and numbers, or integers of uint64 and int64."""
-    (first, stream), *others = streams.items()
+    (first, stream), *other_streams = streams.items()
     labels = stream.labels
-    for name, candidate in others:
+    for name, candidate in other_streams:
         if (candidate.dim, candidate.shape, candidate.sparse) != (stream.dim, stream.shape, stream.sparse):
             raise DataError(f"{where}: expected {stream.words} as in {first}, got {candidate.words} in {name}")
         if labels and candidate.labels and candidate.labels != labels:
@@ -111,7 +111,7 @@ def common_stream(where: str, streams: Mapping[str, Stream]) -> Stream:
             )
         labels = labels or candidate.labels
     dtypes = {name: each.dtype for name, each in streams.items()}
-    dtype = numpy.result_type(*dtypes.values()) if others else stream.dtype
+    dtype = numpy.result_type(*dtypes.values()) if other_streams else stream.dtype
     kinds = {each.kind for each in dtypes.values()}
     if ("O" in kinds and len(kinds) > 1) or (dtype.kind == "f" and kinds <= {"i", "u"}):
         unlike = next(name for name, each in dtypes.items() if each != stream.dtype)

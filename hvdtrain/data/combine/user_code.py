@@ -40,9 +40,9 @@ class Mapped(ChangedSequences):
     """A dataset that applies the user's function to the sequences of another one."""
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
-        return [self.map(index, arrays) for index, arrays in zip(indices, self.inside(indices), strict=True)]
+        return [self.map(index, arrays) for index, arrays in zip(indices, self.sequences_inside(indices), strict=True)]
 
-    def inside(self, indices: Sequence[int]) -> list[dict[str, Array]]:
+    def sequences_inside(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         """Sequences of the dataset inside. Raises: DataError."""
         return self._dataset.sequences(indices)
 
@@ -110,7 +110,7 @@ class UserDataset(ChangedSequences):
             return self._ask("sequence", indices)
         inside: Sequence[Any] = [None] * len(indices)
         if isinstance(self._dataset, Mapped):
-            inside = self._dataset.inside(indices)  # another dataset's code, which may draw itself
+            inside = self._dataset.sequences_inside(indices)  # another dataset's code, which may draw itself
         arrays: list[dict[str, Array]] = []
         while len(arrays) < len(indices):
             some = self._undrawn(partial(self._run, indices[len(arrays) :], inside[len(arrays) :]))
@@ -196,23 +196,23 @@ class UserDataset(ChangedSequences):
         )
         return None
 
-    def _ask(self, what: str, indices: Sequence[int]) -> list[Any]:
+    def _ask(self, question: str, indices: Sequence[int]) -> list[Any]:
         """The answers of the processes to a question about each sequence."""
         inside: Sequence[Any] = [None] * len(indices)
-        if what == "sequence" and self.has_fixed_order and isinstance(self._dataset, Mapped):
-            inside = self._dataset.inside(indices)  # by the process that reads it from beginning to end
+        if question == "sequence" and self.has_fixed_order and isinstance(self._dataset, Mapped):
+            inside = self._dataset.sequences_inside(indices)  # by the process that reads it from beginning to end
         return self._shared.ask(
-            [(what, self._epoch, self._draw, index, arrays) for index, arrays in zip(indices, inside, strict=True)]
+            [(question, self._epoch, self._draw, index, arrays) for index, arrays in zip(indices, inside, strict=True)]
         )
 
-    def _answer(self, what: str, index: int, inside: Any) -> Any:
+    def _answer(self, question: str, index: int, inside: Any) -> Any:
         """In such a process: the sequence, or its tag, read with its own random numbers."""
-        more = [COLLATE] if what == "collate" else []
+        more = [COLLATE] if question == "collate" else []
         seed = mix_seed(*self._parts, self._epoch, index, *([self._draw] if self._draw else []), *more)
         self._generators.seed(seed)
-        if what == "tag":
+        if question == "tag":
             return self._dataset.tags([index])[0]
-        if what == "collate":
+        if question == "collate":
             return None if self.collate is None else collate_items(self._where, self.collate, inside)
         return self._read(index, inside)
 

@@ -91,7 +91,7 @@ class Workers(Generic[Question]):
     def _fork(self, context: ForkContext, number: int, parent: int | None) -> None:
         """Start a process; it replaces the one with this number, if any."""
         here, there = context.Pipe()
-        inherited = [*(pipe for place, pipe in enumerate(self._pipes) if place != number), here]
+        inherited = [*(pipe for worker, pipe in enumerate(self._pipes) if worker != number), here]
         arguments = (self._work, there, inherited, parent)
         process = context.Process(target=_answer, args=arguments, name=f"map-worker-{number}", daemon=True)
         process.start()
@@ -157,7 +157,8 @@ class Workers(Generic[Question]):
             process.join(timeout=5)
             if process.is_alive():
                 process.kill()
-        self._pipes, self._processes = [], []
+        self._pipes = []
+        self._processes = []
 
     def _send(self, worker: int, question: Question) -> None:
         try:

@@ -105,13 +105,13 @@ def count_rows(keys: Sequence[str], measure: Measure, block: range) -> Counted:
     """The lengths of some rows, and the largest classes."""
     lengths = {key: [UNREADABLE] * len(block) for key in keys}  # a list is filled faster than an array
     largest: dict[str, int] = {}
-    for place, number in enumerate(block):
+    for position, number in enumerate(block):
         try:
             item_lengths, classes = measure(number)
         except BrokenSequence:
             continue  # reading it again gives the message
         for key, length in item_lengths.items():
-            lengths[key][place] = length
+            lengths[key][position] = length
         for key, most in classes.items():
             largest[key] = max(largest.get(key, 0), most)
     return {key: numpy.array(column, numpy.int32) for key, column in lengths.items()}, largest

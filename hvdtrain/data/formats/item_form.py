@@ -30,15 +30,15 @@ class ItemForm:
     """The form of all items of a source: that of the first one.
 
     Args:
-        place: describes an item by its number, for messages.
+        where: describes an item by its number, for messages.
         can_be_broken: whether a later item that is not like the first one is a broken sequence, which others can do without.
 
     Attributes:
         streams: by data key, what an item's array holds. Empty before the first item.
     """
 
-    def __init__(self, place: Callable[[int], str], can_be_broken: bool = False) -> None:
-        self._place = place
+    def __init__(self, where: Callable[[int], str], can_be_broken: bool = False) -> None:
+        self._where = where
         self._can_be_broken = can_be_broken
         self._has_tags = False
         self.streams: dict[str, Stream] = {}
@@ -56,12 +56,12 @@ class ItemForm:
 
     def _converted(self, index: int, item: Any) -> tuple[str | None, dict[str, Array]]:
         """The same, of an item of any form."""
-        tag, values = tag_and_values(self._place(index), item)
+        tag, values = tag_and_values(self._where(index), item)
         if self.streams and (tag is None) == self._has_tags:
             got = "as item 0 has one, got none" if tag is None else f"as item 0 has none, got {tag!r}"
-            raise DataError(f"{self._place(index)}: expected {'a' if tag is None else 'no'} name in {TAG!r}, {got}")
+            raise DataError(f"{self._where(index)}: expected {'a' if tag is None else 'no'} name in {TAG!r}, {got}")
         if self.streams and values.keys() != self.streams.keys():
-            raise DataError(f"{self._place(index)}: expected {keys_text(self.streams)}, got {keys_text(values)}")
+            raise DataError(f"{self._where(index)}: expected {keys_text(self.streams)}, got {keys_text(values)}")
         arrays = {key: self._array(index, key, value) for key, value in values.items()}
         if not self.streams:
             self._has_tags = tag is not None
@@ -95,7 +95,7 @@ class ItemForm:
 
     def _array(self, index: int, key: str, value: Any) -> Array:
         stream = self.streams.get(key)
-        where = f"{self._place(index)}, {key!r}"
+        where = f"{self._where(index)}, {key!r}"
         try:
             array = numpy.asarray(value)
         except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a GPU or with a gradient, rows of different lengths

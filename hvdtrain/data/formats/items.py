@@ -187,7 +187,7 @@ class ItemsDataset(IndexedDataset):
         """A text that differs if the items do: it covers their code, simple attributes of the object, and some items."""
         checksum = 0
         size = len(self._items)
-        for index in sorted({place * (size - 1) // (SAMPLED - 1) for place in range(SAMPLED)}):
+        for index in sorted({sample * (size - 1) // (SAMPLED - 1) for sample in range(SAMPLED)}):
             try:
                 tag, arrays = self._arrays(index)
             except BrokenSequence:
@@ -207,8 +207,8 @@ def batch_warnings(lengths: Mapping[str, Array]) -> list[str]:
     >>> batch_warnings({"data": numpy.array([32, 32, 17]), "classes": numpy.array([1, 1, 1])})
     []
     """
-    first, *others = lengths.values()
-    if len(first) < 3 or any(not numpy.array_equal(first, column) for column in others):
+    first, *other_columns = lengths.values()
+    if len(first) < 3 or any(not numpy.array_equal(first, column) for column in other_columns):
         return []
     if not 1 < first[0] > first[-1] or (first[:-1] != first[0]).any():
         return []

@@ -130,7 +130,7 @@ class HDFFile(MappedFile):
             else:  # h5py looks up a long list of indices one by one
                 few = stored[wanted[0] : wanted[-1] + 1][wanted - wanted[0]]
         texts = texts_of(self.path, "/seqTags", few)
-        return [texts[place] for place in places]
+        return [texts[position] for position in places]
 
     def tag_bytes(self, start: int, stop: int) -> Array:
         """The tags from `start` up to `stop` (exclusive) as numpy bytes, cut at the first zero byte as by `tags`."""
@@ -159,7 +159,7 @@ class HDFFile(MappedFile):
         self._handles.close(self)
 
     @contextmanager
-    def _reading(self, what: str) -> Iterator[Opened]:
+    def _reading(self, member: str) -> Iterator[Opened]:
         """The open file. Raises: DataError, also for a failed read: the file was replaced or changed, or is damaged."""
         file = self._handles.opened(self)
         try:
@@ -170,8 +170,8 @@ class HDFFile(MappedFile):
             try:
                 check_same(self.path, self._stamp, file_stamp(self.path.stat()))
             except OSError as gone:
-                raise DataError(f"{self.path}: cannot read {what}: {gone.strerror}") from None
-            raise BrokenSequence(f"{self.path}: cannot read {what}: {error}") from None
+                raise DataError(f"{self.path}: cannot read {member}: {gone.strerror}") from None
+            raise BrokenSequence(f"{self.path}: cannot read {member}: {error}") from None
 
     def _index(self, file: h5py.File) -> None:
         """Find the sequences of every data key, and check that the parts of the file are consistent."""

@@ -38,9 +38,9 @@ def open_file(path: Path) -> h5py.File:
             raise damage_error(path, error) from None
         if isinstance(error, PermissionError):
             raise DataError(f"{path}: expected a file that can be read, got: permission denied") from None
-        what = "something else" if path.stat().st_size else "an empty file"
+        content = "something else" if path.stat().st_size else "an empty file"
         hint = f" (a class or function in it: {path}:NAME)" if path.suffix == ".py" else ""
-        raise DataError(f"{path}: expected an HDF5 file, got {what}{hint}") from None
+        raise DataError(f"{path}: expected an HDF5 file, got {content}{hint}") from None
 
 
 def damage_error(path: Path, error: Exception) -> DataError:
@@ -164,8 +164,8 @@ def _is_stored(dataset: h5py.Dataset, size: int) -> bool:
         return False
     if number <= MANY_CHUNKS:
         return bool(dataset.id.get_num_chunks() == number)
-    for place in {number * some // (SOME_CHUNKS - 1) - (some == SOME_CHUNKS - 1) for some in range(SOME_CHUNKS)}:
-        where = numpy.unravel_index(place, claimed)
+    for number_of_chunk in {number * some // (SOME_CHUNKS - 1) - (some == SOME_CHUNKS - 1) for some in range(SOME_CHUNKS)}:
+        where = numpy.unravel_index(number_of_chunk, claimed)
         try:
             dataset.id.read_direct_chunk(tuple(int(index) * chunk for index, chunk in zip(where, chunks, strict=True)))
         except (OSError, RuntimeError, ValueError):  # the chunk was never written
@@ -204,8 +204,8 @@ def lengths_in(path: Path, file: h5py.File, sources: dict[str, h5py.Dataset]) ->
             raise DataError(f"{path}: expected lengths of 0 or more in /seqLengths, got {block.min()}")
         if block.max() > numpy.iinfo(numpy.int32).max:
             raise DataError(f"{path}: expected lengths below 2**31 in /seqLengths, got {block.max()}")
-        for place, column in enumerate(lengths.values()):
-            column[start : start + len(block)] = block if block.ndim == 1 else block[:, place]
+        for column_number, column in enumerate(lengths.values()):
+            column[start : start + len(block)] = block if block.ndim == 1 else block[:, column_number]
     return lengths
 
 
@@ -247,20 +247,20 @@ def mapped_array(path: Path, dataset: h5py.Dataset, maps: dict[Path, mmap.mmap])
     if offset is None:  # stored in the header
         return None
     # Not a numpy.memmap: a slice of a plain array is several times faster, and each memmap would hold another descriptor.
-    place = path if dataset.file.filename == str(path) else Path(dataset.file.filename)  # a link may lead to another file
-    if place not in maps:
-        with place.open("rb") as opened:
-            maps[place] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    return numpy.frombuffer(maps[place], dataset.dtype, dataset.size, offset).reshape(dataset.shape)
+    file_path = path if dataset.file.filename == str(path) else Path(dataset.file.filename)  # a link may lead to another file
+    if file_path not in maps:
+        with file_path.open("rb") as opened:
+            maps[file_path] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    return numpy.frombuffer(maps[file_path], dataset.dtype, dataset.size, offset).reshape(dataset.shape)
 
 
-def _integer(path: Path, what: str, value: Any) -> int:
+def _integer(path: Path, name: str, value: Any) -> int:
     """The integer, or the first of several, of an attribute. Raises: DataError."""
     numbers = numpy.ravel(value)
     if numbers.dtype.kind not in "iu" or not len(numbers):
-        raise DataError(f"{path}: expected an integer as attribute {what}, got {value!r}")
+        raise DataError(f"{path}: expected an integer as attribute {name}, got {value!r}")
     if not 0 <= int(numbers[0]) < 2**31:
-        raise DataError(f"{path}: expected a number of dimensions or classes below 2**31 as attribute {what}, got {numbers[0]}")
+        raise DataError(f"{path}: expected a number of dimensions or classes below 2**31 as attribute {name}, got {numbers[0]}")
     return int(numbers[0])
 
 
@@ -308,7 +308,8 @@ def follow_link(path: Path, parent: h5py.Group, entry: str, name: str, external:
         name: of the whole path, for messages.
     """
     link = parent.get(entry, getlink=True)
-    outside, soft = isinstance(link, h5py.ExternalLink), isinstance(link, h5py.SoftLink)  # the latter may lead to one outside
+    outside = isinstance(link, h5py.ExternalLink)
+    soft = isinstance(link, h5py.SoftLink)  # the latter may lead to one outside
     if outside and external == "refuse":
         raise DataError(f"{path}: expected /{name} to be in this file, got a link to another file ({HINT})")
     try:
@@ -356,13 +357,13 @@ def virtual_files(path: Path, dataset: h5py.Dataset) -> Iterator[Path]:
         is_pattern = "%b" in source.file_name  # of the names of any number of files
         for number in count() if is_pattern else (0,):
             name = source.file_name.replace("%b", str(number))
-            place = next((place for place in (folder / name, Path(name)) if place.is_file()), None)
-            if is_pattern and place is None:
+            source_path = next((source_path for source_path in (folder / name, Path(name)) if source_path.is_file()), None)
+            if is_pattern and source_path is None:
                 break
-            if place is None:
+            if source_path is None:
                 raise DataError(f"{path}: expected {where}, got none")
-            yield place
-            with open_file(place) as source_file:
+            yield source_path
+            with open_file(source_path) as source_file:
                 if source.dset_name not in source_file:
                     raise DataError(f"{path}: expected {where}, got none")
                 source_dataset = source_file[source.dset_name]

@@ -145,13 +145,13 @@ class BatchKeys(Section):
         not_negative,
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         for total, name in (("batch_size_total", "batch_size"), ("max_seqs_total", "max_seqs")):
             if getattr(self, total) is not None and (
                 getattr(self, name) is not None or getattr(self, f"{name}_train") is not None
             ):
                 return problem("conflict", f"{total}: expected either {total} (of all ranks) or {name} (of each rank), got both")
-        data = others.get(DataKeys)
+        data = sections.get(DataKeys)
         if data is not None and data.may_limit_batches:
             pass  # `limited` looks again when the datasets are open
         elif not self.training_keys().has_limit and self.batch_size_total is None and self.max_seqs_total is None:

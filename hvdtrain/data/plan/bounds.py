@@ -172,11 +172,11 @@ def group_by_cost(costs: Array, group: int, generator: numpy.random.RandomState)
     columns = costs if costs.ndim == 2 else costs[:, None]
     by_cost = numpy.lexsort(columns.T[::-1])
     group = min(group, len(by_cost) + 1)  # then there is no group, whose size would be too much for an array
-    num_groups, rest = divmod(len(by_cost), group)
+    num_groups, num_left = divmod(len(by_cost), group)
     split = int(generator.randint(num_groups + 1)) * group
-    grouped = numpy.concatenate([by_cost[:split], by_cost[split + rest :]]).reshape(num_groups, group)
+    grouped = numpy.concatenate([by_cost[:split], by_cost[split + num_left :]]).reshape(num_groups, group)
     in_groups = grouped[generator.permutation(num_groups)].reshape(-1)
-    return numpy.concatenate([in_groups, by_cost[split : split + rest]]).astype(numpy.int64, copy=False)
+    return numpy.concatenate([in_groups, by_cost[split : split + num_left]]).astype(numpy.int64, copy=False)
 
 
 def rearrange(order: Array, bounds: Array, batches: Array) -> tuple[Array, Array]:

@@ -89,7 +89,7 @@ class Plan:
         sequences or chunks, or of frames if batches are cut anywhere."""
         return numpy.append(0, numpy.cumsum(frames_of(self.order)))[self.bounds] if self.cuts_frames else self.bounds
 
-    def between(self, start: int, stop: int) -> Array:
+    def indices_between(self, start: int, stop: int) -> Array:
         """The part of `order` that is in the batches from `start` up to `stop` (exclusive). Both may lie beyond the end, as does
         the position of a rank that has fewer batches than another, where each has its own plan."""
         first, last = self.bounds[[min(start, self.num_batches), min(stop, self.num_batches)]]
@@ -130,7 +130,7 @@ class Plan:
         Args:
             lengths: number of frames of every sequence, or chunk.
         """
-        indices = self.between(start, stop)
+        indices = self.indices_between(start, stop)
         blocks = (indices[i : i + SEQUENCES_AT_ONCE] for i in range(0, len(indices), SEQUENCES_AT_ONCE))
         count = frames_of if self.cuts_frames else lengths.__getitem__
         return sum(int(count(block).sum(dtype=numpy.int64)) for block in blocks)
@@ -208,7 +208,8 @@ def plan(
             "seq_list_filter_file or sampling_sizes": subset is not None,
         }
         _check_given(method, lengths, order_keys, batch_keys, epoch, selections)
-        planned, times = Plan(method.indices, method.bounds), lengths
+        planned = Plan(method.indices, method.bounds)
+        times = lengths
     else:
         order_lengths = lengths if lengths_of_order is None else lengths_of_order
         sort_by = sorting_lengths(order_lengths)
@@ -305,13 +306,13 @@ def _with_largest_first(plan: Plan, lengths: Mapping[str, Array], group: int) ->
     num_groups = plan.num_batches // group  # an incomplete group stays last
     if not num_groups:
         return plan
-    in_groups, rest = numpy.split(numpy.arange(plan.num_batches), [num_groups * group])
+    in_groups, ungrouped = numpy.split(numpy.arange(plan.num_batches), [num_groups * group])
     costs = _costs(plan, lengths)[: len(in_groups)].reshape(num_groups, group, 2).max(axis=1)
     first: dict[int, None] = {}
     for column in costs.T:
         first |= dict.fromkeys(numpy.argsort(-column, kind="stable")[: -(-FIRST // group)].tolist())
     groups = [*first, *(number for number in range(num_groups) if number not in first)]
-    batches = numpy.concatenate([in_groups.reshape(num_groups, group)[groups].reshape(-1), rest])
+    batches = numpy.concatenate([in_groups.reshape(num_groups, group)[groups].reshape(-1), ungrouped])
     return plan.with_batches(batches)
 
 

@@ -55,9 +55,9 @@ def frames_of(pieces: Array) -> Array:
 
 def _common_lengths(lengths: Mapping[str, Array], indices: Array) -> Array:
     """The number of frames of every sequence in order, int64. Raises: DataError, unless it is the same in all data keys."""
-    (first, column), *others = lengths.items()
+    (first, column), *other_columns = lengths.items()
     frames = column[indices].astype(numpy.int64)
-    for name, frames_there in others:
+    for name, frames_there in other_columns:
         wrong = numpy.flatnonzero(frames_there[indices] != frames)
         if len(wrong):
             index = int(indices[wrong[0]])

@@ -40,7 +40,8 @@ def order(lengths: Array, keys: OrderKeys, epoch: int, subset: Array | None = No
     if subset is not None:
         lengths = lengths[subset]
     method = method_of(keys, epoch)
-    seed, number = seed_of(keys, epoch), part_of(keys, epoch)
+    seed = seed_of(keys, epoch)
+    number = part_of(keys, epoch)
     if keys.partition_by == "files" and keys.partition_epoch > 1:
         bounds = numpy.array([0, len(lengths)]) if file_bounds is None else file_bounds
         which = numpy.searchsorted(bounds, numpy.arange(len(lengths)) if subset is None else subset, side="right") - 1
@@ -92,7 +93,7 @@ def order_all(lengths: Array, method: Method, seed: int) -> Array:
             f"seq_ordering: expected default_every_n:N with N up to {size}, the number of sequences, got "
             f"default_every_n:{method.bins}, which leaves none of them"
         )
-    lengths = for_sorting(lengths)
+    lengths = sorting_integers(lengths)
     generator = numpy.random.RandomState(seed)
     bins = num_bins(method, size)
     simple: dict[str, Callable[[], Array]] = {
@@ -111,7 +112,7 @@ def order_all(lengths: Array, method: Method, seed: int) -> Array:
     return simple[method.name]().astype(numpy.int64, copy=False)
 
 
-def for_sorting(lengths: Array) -> Array:
+def sorting_integers(lengths: Array) -> Array:
     """Lengths as integers that sort fast. `~lengths` sorts them the other way round.
 
     numpy sorts 16-bit integers by counting, in a fraction of the time that comparing takes.

@@ -200,7 +200,8 @@ def _given_batches(batches: list[Any], epoch: int) -> GivenOrder:
         ) from None
     if not indices or any(batch.ndim != 1 or not len(batch) for batch in indices):
         raise DataError(f"seq_ordering: expected batches of at least one index for epoch {epoch}, got an empty one, or none")
-    joined, bounds = numpy.concatenate(indices), numpy.cumsum([0, *map(len, indices)], dtype=numpy.int64)
+    joined = numpy.concatenate(indices)
+    bounds = numpy.cumsum([0, *map(len, indices)], dtype=numpy.int64)
     return GivenOrder("batches", indices=joined, bounds=bounds, checksum=crc32(bounds.tobytes(), crc32(joined.tobytes())))
 
 

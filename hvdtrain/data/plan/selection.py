@@ -31,7 +31,7 @@ def find_listed(dataset: Dataset, path: str | None) -> Array | None:
     block = 100_000  # tags read at once
     for first in range(0, dataset.num_sequences, block):
         tags = dataset.tags(range(first, min(first + block, dataset.num_sequences)))
-        listed += [first + place for place, tag in enumerate(tags) if tag in wanted]
+        listed += [first + number for number, tag in enumerate(tags) if tag in wanted]
     if not listed:
         example = dataset.tags([0])[0]
         raise DataError(

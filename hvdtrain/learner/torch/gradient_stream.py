@@ -131,9 +131,9 @@ class GradientStream:
         arrived = self._exchange.agree(self._arrived or None, [])
         self._tries += 1
         self._is_agreed = bool(arrived) or self._tries == TRIES  # none is seen where batches may be split
-        *others, last = self._order
+        *first_buckets, last = self._order
         used = [number for number in reversed(dict.fromkeys(reversed(arrived))) if number != last]
-        self._order = [*used, *(number for number in others if number not in used), last]
+        self._order = [*used, *(number for number in first_buckets if number not in used), last]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Hook: backward has just added to this parameter's gradient."""

@@ -149,7 +149,8 @@ class Gradients:
         counts = self._take_counts(normalized)
         divisors = NO_DIVISORS
         if counts is not None and not (normalized.is_only_loss and self._stream.takes_counts):
-            divisors, counts = self._start_counts(normalized, counts), None
+            divisors = self._start_counts(normalized, counts)
+            counts = None
         self._loss_gradients.combine(divisors)
         self._stream.begin(counts)
         if losses is not None and marks is not None:
@@ -217,10 +218,10 @@ class LossGradients:
         """Add gradients from `compute`, in place: without memory for the results."""
         for key, gradients in sums.items():
             before = self._sums.setdefault(key, [None] * len(gradients))
-            for place, gradient in enumerate(gradients):
-                so_far = before[place]
+            for number, gradient in enumerate(gradients):
+                so_far = before[number]
                 if so_far is None:
-                    before[place] = gradient
+                    before[number] = gradient
                 elif gradient is not None:
                     so_far += gradient
 

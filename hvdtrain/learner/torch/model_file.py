@@ -32,16 +32,16 @@ from hvdtrain.learner.model_format import (
 
 def check_storable(model: torch.nn.Module, model_format: str) -> None:
     """Raises: ConfigError, if a file of this format cannot hold the model's state."""
-    others = [
+    not_dense = [
         name
         for name, value in model.state_dict().items()
         if not (isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized)
     ]
-    if model_format == SAFETENSORS and others:
+    if model_format == SAFETENSORS and not_dense:
         raise ConfigError.of(
             "unsupported",
             "checkpoint_format: expected 'pt' for a model whose state_dict has more than dense tensors, got 'safetensors' "
-            f"with {', '.join(others[:5])}",
+            f"with {', '.join(not_dense[:5])}",
         )
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor) and not _can_be_read(value):

@@ -71,13 +71,13 @@ def make_one(
 
 def optimizer_class(wanted: Any, where: str) -> Any:
     """The class of an optimizer. Raises: ConfigError."""
-    known = {
+    classes = {
         name.lower(): member
         for name, member in vars(torch.optim).items()
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer) and member is not torch.optim.Optimizer
     }
     is_path = isinstance(wanted, str) and "." in wanted
-    kind = import_class(wanted, where) if is_path else class_of(wanted, known, f"{where}class")
+    kind = import_class(wanted, where) if is_path else class_of(wanted, classes, f"{where}class")
     if unfit := _unsupported_reason(kind):
         raise ConfigError.of("unsupported", f"{where}class: {unfit}")
     return kind

@@ -134,20 +134,21 @@ def regroup(
     Raises:
         ValueError: it is not the state of all of these parameters.
     """
-    group_of = {stored_names[place]: number for number, group in enumerate(stored["param_groups"]) for place in group["params"]}
+    stored_groups = enumerate(stored["param_groups"])
+    group_of = {stored_names[parameter]: number for number, group in stored_groups for parameter in group["params"]}
     if missing := [name for names in names_by_group for name in names if name not in group_of]:
         raise ValueError(f"expected that of all trained parameters, got none for {', '.join(missing)}")
     numbers = {name: number for number, name in enumerate(name for names in names_by_group for name in names)}
     last = len(stored["param_groups"]) - 1
     sources = [[group_of[name] for name in names] for names in names_by_group]
     groups = [
-        {**stored["param_groups"][source[0] if source else min(place, last)], "params": [numbers[name] for name in names]}
-        for place, (source, names) in enumerate(zip(sources, names_by_group, strict=True))
+        {**stored["param_groups"][source[0] if source else min(number, last)], "params": [numbers[name] for name in names]}
+        for number, (source, names) in enumerate(zip(sources, names_by_group, strict=True))
     ]
     state: dict[int | str, Any] = {
-        place: value for place, value in stored["state"].items() if isinstance(place, str)
+        parameter: value for parameter, value in stored["state"].items() if isinstance(parameter, str)
     }  # of the optimizer as a whole
-    of_each = [(stored_names[place], value) for place, value in stored["state"].items() if not isinstance(place, str)]
+    of_each = [(stored_names[parameter], value) for parameter, value in stored["state"].items() if not isinstance(parameter, str)]
     state |= {numbers[name]: value for name, value in of_each if name in numbers}
     return {**stored, "state": state, "param_groups": groups}, sources
 

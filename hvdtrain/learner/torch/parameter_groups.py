@@ -54,8 +54,8 @@ def make_groups(
     parameters = named_trained(model) if chosen is None else chosen
     factors = _take_factors(options, where, list(parameters))
     modules = [layer for module in model.modules() for layer in (module, wrapped_rf_module(module)) if layer is not None]
-    known = {*vars(torch.nn), *frontend_class_names(), *(name for module in modules for name in class_names(module))}
-    rule = take_decay_rule(options, DEFAULT_RULE, known, where)
+    layer_names = {*vars(torch.nn), *frontend_class_names(), *(name for module in modules for name in class_names(module))}
+    rule = take_decay_rule(options, DEFAULT_RULE, layer_names, where)
     undecayed: set[int] = set()
     if options.get("weight_decay"):
         undecayed = _ids_without_decay(model, rule, {id(parameter) for parameter in parameters.values()})
@@ -119,18 +119,18 @@ def _take_factors(options: dict[str, Any], where: str, names: Sequence[str]) -> 
     return factors
 
 
-def _factor_problems(what: str, factor: Any) -> list[Problem]:
+def _factor_problems(key: str, factor: Any) -> list[Problem]:
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
-        return problem("out-of-range", f"{what}: expected zero or a positive number, got {factor!r}")
+        return problem("out-of-range", f"{key}: expected zero or a positive number, got {factor!r}")
     return []
 
 
-def pattern_problems(what: str, pattern: str, names: Sequence[str]) -> list[Problem]:
+def pattern_problems(key: str, pattern: str, names: Sequence[str]) -> list[Problem]:
     """Whether a pattern matches the name of a parameter: one that matches none is misspelt."""
     if any(fnmatchcase(name, pattern) for name in names):
         return []
     hint = did_you_mean(pattern, names) or f" (some are {', '.join(names[:3])})"
-    return problem("unknown-value", f"{what}: expected patterns of names of trained parameters, got {pattern!r}{hint}")
+    return problem("unknown-value", f"{key}: expected patterns of names of trained parameters, got {pattern!r}{hint}")
 
 
 def take_multipliers(groups: list[dict[str, Any]]) -> list[float]:
@@ -153,8 +153,8 @@ def _check_groups(groups: Any, model: torch.nn.Module, kind: type) -> list[dict[
         # The entries of named_parameters() are pairs (name, parameter).
         group["params"] = [entry[1] if isinstance(entry, tuple) else entry for entry in several]
         where = f"optimizer.{CUSTOM}[{number}]."
-        others = {name: value for name, value in group.items() if name != "params"}
-        problems += option_problems(kind, others, where, [MULTIPLIER])
+        group_options = {name: value for name, value in group.items() if name != "params"}
+        problems += option_problems(kind, group_options, where, [MULTIPLIER])
         problems += _factor_problems(f"{where}{MULTIPLIER}", group.get(MULTIPLIER, 1.0))
     problems += parameter_problems(f"optimizer.{CUSTOM}", made_groups, model)
     if problems:

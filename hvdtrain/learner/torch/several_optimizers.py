@@ -24,12 +24,12 @@ class SeveralOptimizers:
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         self.members = list(members)
         for member in self.members:
-            others = member.state_dict().keys() - {"state", "param_groups"}
-            if others:
+            more_entries = member.state_dict().keys() - {"state", "param_groups"}
+            if more_entries:
                 raise ConfigError.of(
                     "unsupported",
                     f"optimizer: expected optimizers that save their state and groups only, got {type(member).__name__}, which "
-                    f"also saves {', '.join(sorted(map(str, others)))} (it works as the only optimizer)",
+                    f"also saves {', '.join(sorted(map(str, more_entries)))} (it works as the only optimizer)",
                 )
 
     @property
@@ -62,10 +62,10 @@ class SeveralOptimizers:
         state: dict[int | str, Any] = {}
         groups = []
         first = 0
-        for place, member in enumerate(self.members):
+        for member_number, member in enumerate(self.members):
             member_state = member.state_dict()
             for number, value in member_state["state"].items():  # a text: state of the member as a whole
-                state[f"{place}.{number}" if isinstance(number, str) else first + number] = value
+                state[f"{member_number}.{number}" if isinstance(number, str) else first + number] = value
             groups += [
                 {**group, "params": [first + number for number in group["params"]]} for group in member_state["param_groups"]
             ]
@@ -77,9 +77,9 @@ class SeveralOptimizers:
         stored_groups = iter(stored["param_groups"])
         if len(stored["param_groups"]) != len(self.param_groups):
             raise ValueError(f"expected {len(self.param_groups)} groups of parameters, got {len(stored['param_groups'])}")
-        for place, member in enumerate(self.members):
+        for member_number, member in enumerate(self.members):
             groups = [next(stored_groups) for _ in member.param_groups]
-            prefix = f"{place}."
+            prefix = f"{member_number}."
             texts = [name for name in stored["state"] if isinstance(name, str) and name.startswith(prefix)]
             whole = {name.removeprefix(prefix): stored["state"][name] for name in texts}
             numbers = dict(zip(chain.from_iterable(group["params"] for group in groups), count(), strict=False))

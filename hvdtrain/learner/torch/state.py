@@ -248,7 +248,7 @@ class TorchState(StateBase):
             return []
         texts = entries.get(OPTIONS)
         before = [option_texts(group) for group in stored["param_groups"]] if texts is None else texts
-        sources = [[place] * len(names) for place, names in enumerate(groups)]
+        sources = [[number] * len(names) for number, names in enumerate(groups)]
         if self._stored_names is not None and all(name for names in groups for name in names):
             stored, sources = regroup(stored, self._stored_names, groups)
         lines = self._check_state(stored, groups) if SHAPES not in entries else []
@@ -282,10 +282,10 @@ def _copied(contents: CheckpointContents) -> CheckpointContents:
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        place = place_of(leaf)
-        if place not in copies:
-            copies[place] = leaf.detach().to("cpu", copy=True)
-        return copies[place]
+        memory = place_of(leaf)
+        if memory not in copies:
+            copies[memory] = leaf.detach().to("cpu", copy=True)
+        return copies[memory]
 
     return replace(contents, model=change_leaves(contents.model, copy), optimizer=change_leaves(contents.optimizer, copy))
 

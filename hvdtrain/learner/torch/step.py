@@ -81,12 +81,13 @@ class TorchLearner(Learner):
                 await_copy(batch)  # before the clock starts, as this is not computing
             with self.meter.clock.span(), self._functions.watch():
                 seed_all(self._device, self._seeds.number(self._step))
-                losses, marks = None, None
+                losses = None
+                marks = None
                 if batch is not None and self._splitter is not None:
                     self._splitter.run(batch, self._add_piece)
                 elif batch is not None:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
-                    marks = self._marks.of(losses)
+                    marks = self._marks.marks_of(losses)
                     self._record(losses, batch, marks.scales)
                 if self._batch_norm is not None:
                     self._finish_batch_norms(self._batch_norm, batch, forward=True)
@@ -170,7 +171,7 @@ class TorchLearner(Learner):
 
         def step() -> None:
             losses = self._functions.losses(batch, self._epoch, self._step, train=True)
-            self._gradients.compute(losses, self._marks.of(losses), self._updater.loss_factor)
+            self._gradients.compute(losses, self._marks.marks_of(losses), self._updater.loss_factor)
 
         with nullcontext() if self._batch_norm is None else self._batch_norm.pause():
             yield step
@@ -181,7 +182,7 @@ class TorchLearner(Learner):
         buffers = self._copy_buffers()
         try:
             losses = self._functions.losses(piece, self._epoch, self._step, train=True)
-            marks = self._marks.of(losses)
+            marks = self._marks.marks_of(losses)
             for name in marks.minimized:
                 if self._splitter is not None and losses[name].count is None:
                     self._splitter.check_loss(name, losses[name].value.ndim == 0, len(piece.indices))

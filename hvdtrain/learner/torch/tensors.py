@@ -55,7 +55,9 @@ def preserve_state() -> Iterator[None]:
     """Restore, after the `with` block, PyTorch's global state that a training, or reading its config, may change."""
     on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     generators = torch.get_rng_state(), torch.cuda.get_rng_state_all() if on_gpu else []
-    threads, dtype, precision = torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     device = torch.cuda.current_device() if on_gpu else None
@@ -100,7 +102,8 @@ class TorchData:
     def mask(self) -> torch.Tensor:
         """True where a frame is not padding; shape (batch, time), on the device."""
         if self._mask is None:
-            size, seq_lens = self.raw_tensor.shape[1], self.device_seq_lens
+            size = self.raw_tensor.shape[1]
+            seq_lens = self.device_seq_lens
             if seq_lens.device.type == "cpu":  # numpy takes a third of the time for so few numbers
                 self._mask = torch.from_numpy(numpy.arange(size, dtype=numpy.int32) < seq_lens.numpy()[:, None])
             else:

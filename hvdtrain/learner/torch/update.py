@@ -204,7 +204,7 @@ class Update:
             return
         if self._check.scale is not None:
             torch._foreach_div_(self._gradients(), self.loss_factor)
-        if not self._check.is_needed or self._should_apply(step):
+        if not self._check.is_needed or self._decide_to_apply(step):
             self._change_gradients(step)
             for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
                 group["lr"] = learning_rate * multiplier
@@ -230,7 +230,7 @@ class Update:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _should_apply(self, step: int) -> bool:
+    def _decide_to_apply(self, step: int) -> bool:
         """Decide whether to apply the update; True if the optimizer can skip it itself. Until one is applied, the host decides:
         an optimizer creates its state in its first step, and may leave it uninitialized if it skips that."""
         finite = torch.stack(self._norms(float("inf"))).isfinite()  # a gradient is finite if its largest element is

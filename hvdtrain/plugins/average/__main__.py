@@ -153,7 +153,7 @@ def _folder(prefix: Path) -> tuple[CheckpointFolder, Framework]:
     """The checkpoints of a training, and its framework. Raises: CheckpointError."""
     for framework in FRAMEWORKS.values():
         checkpoints = CheckpointFolder(prefix, framework.suffix)
-        models = [checkpoints.at(epoch).model_file for epoch in checkpoints.finished_epochs()]
+        models = [checkpoints.checkpoint_at(epoch).model_file for epoch in checkpoints.finished_epochs()]
         models += [checkpoint.model_file for checkpoint in checkpoints.within_epochs()]
         if models:
             saved_by = framework_of(models[-1])
@@ -165,7 +165,7 @@ def _folder(prefix: Path) -> tuple[CheckpointFolder, Framework]:
 def _history(checkpoints: CheckpointFolder, framework: Framework) -> list[EpochRecord]:
     """The epochs with their scores, as the newest model has them. Raises: CheckpointError."""
     epochs, within = checkpoints.finished_epochs(), checkpoints.within_epochs()
-    candidates = [*([checkpoints.at(epochs[-1])] if epochs else []), *within[-1:]]
+    candidates = [*([checkpoints.checkpoint_at(epochs[-1])] if epochs else []), *within[-1:]]
     newest = max(candidates, key=lambda checkpoint: checkpoint.age).model_file
     return read_progress(framework.model_files.read_model(newest), newest).records
 

@@ -76,7 +76,7 @@ def rules_of(settings: Settings) -> list[AverageRule]:
 def averages_of(settings: Settings) -> Averages | None:
     """What keeps the models that the averages of a config need."""
     rules = rules_of(settings)
-    return Averages(rules, settings.measure) if rules else None
+    return Averages(rules, settings.measure, settings.run.num_epochs, settings.saving.save_interval) if rules else None
 
 
 def make_averages(settings: Settings, session: Session, step_log: StepLog) -> list[Average]:

@@ -38,7 +38,7 @@ class AverageKeys(Section):
         names = [f"average_checkpoints[{number}]" if len(rules) > 1 else "average_checkpoints" for number in range(len(rules))]
         return {f"{name}.measure": rule.measure for name, rule in zip(names, rules, strict=True)}
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         try:
             rules = parse_averages(self.average_checkpoints)
         except ConfigError as error:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan, nan
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.folder import CheckpointFolder
@@ -14,6 +14,9 @@ from hvdtrain.checkpoint.hooks import Age, CheckpointHooks
 from hvdtrain.errors import CheckpointError, ConfigError, Problem, problem
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure, errors_of, wanted_of
+
+if TYPE_CHECKING:  # as in checkpoint/hooks.py
+    from hvdtrain.checkpoint.progress import Progress
 
 KINDS = ("best", "last", "epochs", "steps", "running")
 """Ways to choose what is averaged: the entries of `average_checkpoints`, and the options of the command."""
@@ -86,8 +89,15 @@ class AverageRule:
             return list(epochs[-self.count :])
         if self.kind == "running" and self.count:
             return list(epochs[-self.count - 1 :])
-        wanted = (self.numbers[0] - 1, self.numbers[-1]) if self.kind == "running" else self.numbers
-        return [epoch for epoch in epochs if epoch in wanted and self.kind != "steps"]
+        return [epoch for epoch in epochs if epoch in self.wanted_epochs(epoch)]
+
+    def wanted_epochs(self, last: int) -> tuple[int, ...]:
+        """The epochs that have to have a model, whatever the scores, when training has ended with epoch `last`."""
+        if self.kind == "running":
+            end = self.numbers[-1] if self.numbers else last
+            begin = self.numbers[0] - 1 if self.numbers else max(0, end - self.count)
+            return tuple(epoch for epoch in (begin, end) if epoch)
+        return self.numbers if self.kind == "epochs" else ()
 
 
 def parse_averages(value: Any) -> list[AverageRule]:
@@ -132,11 +142,27 @@ class Averages(CheckpointHooks):
 
     Args:
         measure: compares epochs, unless a rule has its own.
+        num_epochs: the last epoch.
+        save_interval: the model is saved after every N epochs, and after the last one.
     """
 
-    def __init__(self, rules: Sequence[AverageRule], measure: Measure) -> None:
+    def __init__(self, rules: Sequence[AverageRule], measure: Measure, num_epochs: int, save_interval: int = 1) -> None:
         self._rules = rules
         self._measure = measure
+        self._num_epochs = num_epochs
+        self._save_interval = save_interval
+
+    def restored(self, progress: Progress) -> None:
+        """Raises: ConfigError, on all ranks, if epochs to come will not have the model that a rule wants of them."""
+        for rule in self._rules:
+            wanted = [epoch for epoch in rule.wanted_epochs(self._num_epochs) if epoch > progress.epoch]
+            unsaved = [epoch for epoch in wanted if epoch % self._save_interval and epoch != self._num_epochs]
+            if unsaved := unsaved or [epoch for epoch in wanted if epoch > self._num_epochs]:
+                raise ConfigError.of(
+                    "conflict",
+                    f"average_checkpoints.{rule.kind}: expected epochs whose models are saved (save_interval is "
+                    f"{self._save_interval}, num_epochs {self._num_epochs}), got one that needs those of {_text(unsaved)}",
+                ).on_all_ranks()
 
     def needed_within(self, records: Sequence[EpochRecord]) -> set[Age]:
         needed: list[EpochRecord] = []
@@ -182,7 +208,7 @@ def select(
     if rule.kind == "best":
         chosen = sorted(_best_checkpoints(rule, checkpoints, history, measure), key=lambda checkpoint: checkpoint.age)
     elif rule.kind == "last":
-        chosen = [checkpoints.at(epoch) for epoch in existing[-rule.count :]]
+        chosen = [checkpoints.checkpoint_at(epoch) for epoch in existing[-rule.count :]]
     elif rule.kind == "steps":
         by_step = {checkpoint.step: checkpoint for checkpoint in checkpoints.within_epochs()}
         if missing := [step for step in rule.numbers if step not in by_step]:
@@ -191,7 +217,7 @@ def select(
     elif rule.kind == "epochs":
         if missing := [epoch for epoch in rule.numbers if epoch not in existing]:
             raise _missing(checkpoints, f"a model of each of epochs {_text(rule.numbers)}", f"none of {_text(missing)}")
-        chosen = [checkpoints.at(epoch) for epoch in rule.numbers]
+        chosen = [checkpoints.checkpoint_at(epoch) for epoch in rule.numbers]
     else:
         return _ends(rule, checkpoints, existing)
     if not chosen:
@@ -222,8 +248,8 @@ def _best_checkpoints(
         known = sorted({name for record in history for name in record.scores})
         wanted = " or ".join(map(repr, measure.wanted)) or "the minimized loss"
         raise _missing(checkpoints, f"epochs with the score {wanted}", f"the scores {', '.join(known) or 'of none'}")
-    with_model = [record for record in history if checkpoints.at(record.epoch, record.at_step).model_file.exists()]
-    return [checkpoints.at(record.epoch, record.at_step) for record in _best(with_model, measure, rule.count)]
+    with_model = [record for record in history if checkpoints.checkpoint_at(record.epoch, record.at_step).model_file.exists()]
+    return [checkpoints.checkpoint_at(record.epoch, record.at_step) for record in _best(with_model, measure, rule.count)]
 
 
 def _best(records: Sequence[EpochRecord], measure: Measure, count: int) -> list[EpochRecord]:
@@ -240,6 +266,4 @@ def _ends(rule: AverageRule, checkpoints: CheckpointFolder, existing: Sequence[i
     """The checkpoints with the sums at the beginning, if it is not that of the training, and at the end of a running average."""
     if not existing:
         raise _missing(checkpoints, "checkpoints with running averages (key running_average)", "none")
-    last = rule.numbers[-1] if rule.numbers else existing[-1]
-    before = rule.numbers[0] - 1 if rule.numbers else max(0, last - rule.count)
-    return [checkpoints.at(epoch) for epoch in (before, last) if epoch]
+    return [checkpoints.checkpoint_at(epoch) for epoch in rule.wanted_epochs(existing[-1])]

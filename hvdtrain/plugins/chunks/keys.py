@@ -153,18 +153,18 @@ class ChunkKeys(Section):
         ),
     )
 
-    def resolved(self, others: Sections) -> Self:
-        run = others.get(RunKeys)
+    def resolved(self, sections: Sections) -> Self:
+        run = sections.get(RunKeys)
         if run is None or self.chunking_tail is not None:
             return self
         # Without a minimum, both rules are the same.
         drops = "short chunks dropped" in FRAMEWORKS[run.backend].features and bool(self.min_chunk_size)
         return replace(self, chunking_tail="drop_short" if drops else "keep")
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         problems = []
         how = parse(self.chunking)
-        batches = others.get(BatchKeys)
+        batches = sections.get(BatchKeys)
         if how is not None and batches is not None and batches.frame_batches:
             problems += problem(
                 "conflict",

@@ -26,7 +26,7 @@ class OldModelsKeys(Section):
         rule = parse_rule(self.cleanup_old_models)
         return "cleanup_old_models" if rule is not None and rule.keep_best_n > 0 else None
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         try:
             parse_rule(self.cleanup_old_models)
         except ConfigError as error:

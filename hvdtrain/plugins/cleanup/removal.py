@@ -44,7 +44,7 @@ class Cleanup(CheckpointHooks):
         if rule.keep is None and any(why == [PATTERN] for why in reasons_to_keep.values()):
             log.info("The pattern is the default of `keep`; cleanup_old_models = {..., 'keep': []} keeps no others.")
         log.info(f"We will delete the models of epochs {removed}.")
-        checkpoints.remove(checkpoints.at(epoch) for epoch in removed)
+        checkpoints.remove(checkpoints.checkpoint_at(epoch) for epoch in removed)
         return True
 
     def _check_names(self, history: Sequence[EpochRecord]) -> None:

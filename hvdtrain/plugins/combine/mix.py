@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy
 
-from hvdtrain.data.plan.order import for_sorting, laplace, num_bins, order_all, partition, random_blocks
+from hvdtrain.data.plan.order import laplace, num_bins, order_all, partition, random_blocks, sorting_integers
 from hvdtrain.data.plan.order_keys import Method, OrderKeys, full_epoch, method_of, part_of, seed_of
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
@@ -206,7 +206,7 @@ def order_mixed(lengths: Array, keys: OrderKeys, epoch: int, mix: WeightedMix, s
 
     mixed = mix_epoch(mixed_parts(mix, lengths, subset), full_epoch(keys, epoch), passes)
     if method.name == "laplace":
-        mixed = mixed[laplace(for_sorting(lengths[mixed]), numpy.arange(len(mixed)), num_bins(method, len(mixed)))]
+        mixed = mixed[laplace(sorting_integers(lengths[mixed]), numpy.arange(len(mixed)), num_bins(method, len(mixed)))]
     elif method.name not in ("random", "random_blocks"):
         mixed = mixed[order_all(lengths[mixed], method, seed_of(keys, epoch))]
     indices = partition(mixed, keys.partition_epoch, part_of(keys, epoch))

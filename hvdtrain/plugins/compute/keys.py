@@ -50,7 +50,7 @@ class ComputeKeys(Section):
         needs="torch",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         if self.torch_compile is not False and self.checkpoint_modules:
             return problem(
                 "conflict",
@@ -66,7 +66,7 @@ class ComputeKeys(Section):
                 "conflict",
                 "torch_compile: expected sync_batch_norm = False, got both (communication between ranks cannot be compiled)",
             )
-        reduce = others.get(ReduceKeys)
+        reduce = sections.get(ReduceKeys)
         if reduce is None or not self.sync_batch_norm or reduce.reduce_type == "grad":
             return []
         return problem(

@@ -21,7 +21,7 @@ class EpochScoreKeys(Section):
         needs=("torch", "tensorflow"),
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         return [
             Problem.of("wrong-type", f"epoch_scores.{name}: expected a function, 'module:name' or a metric, got {value!r:.60}")
             for name, value in self.epoch_scores.items()

@@ -25,7 +25,7 @@ class ExtraModelKeys(Section):
         instead="with TensorFlow, load it in get_model into a variable of the module, and make its layers not trainable",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         problems: list[Problem] = []
         for name, entry in self.extra_models.items():
             where = f"extra_models.{name}"

@@ -112,10 +112,10 @@ class ParamAverageKeys(CompressionKeys):
             return f"horovod_param_sync_step: no effect with horovod_param_sync_time_diff = {seconds:g} seconds"
         return ""
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         seconds, delay, parts = self.sync_seconds, self.sync_delay, self.sync_parts
-        name = partial(others.spelling, type(self))
-        found = super().problems(others)
+        name = partial(sections.spelling, type(self))
+        found = super().problems(sections)
         found += make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
         found += make_outer(self.outer_optimizer, size=1, where=name("outer_optimizer"))[1]
         if seconds is None and parts > self.sync_steps:
@@ -136,7 +136,7 @@ class ParamAverageKeys(CompressionKeys):
                 f"{name('local_start')}: expected 0 with {name('group')}, whose ranks average gradients throughout, got "
                 f"{self.local_start}",
             )
-        learner = others.get(LearnerKeys)
+        learner = sections.get(LearnerKeys)
         if learner is not None and learner.deterministic and seconds is not None:
             found += problem(
                 "conflict",

@@ -24,13 +24,13 @@ class PreloadFilesKeys(Section):
         "(docs/resuming.md)",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         try:
             preloads = parse_preloads(self.preload_from_files)
         except ConfigError as error:
             return error.problems
         problems = [wrong for preload in preloads for wrong in _package_problems(preload)]
-        run = others.get(RunKeys)
+        run = sections.get(RunKeys)
         if run is not None and "constant parameters" not in FRAMEWORKS[run.backend].features:
             for preload in preloads:
                 if preload.is_constant:

@@ -36,7 +36,7 @@ class BestStart(CheckpointHooks):
         if best is None:
             return
         saver.finish()  # it may just be written
-        file = loader.checkpoints.at(best.epoch).model_file
+        file = loader.checkpoints.checkpoint_at(best.epoch).model_file
         name = self._measure.name([best])
         last = progress.history[-1]
         better = "" if name is None else f": {name} {best.scores[name]:.6g} is better than {last.scores[name]:.6g}"

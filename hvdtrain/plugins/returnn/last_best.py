@@ -69,7 +69,7 @@ class LastBestKeys(Section):
         needs="tensorflow-net-dict",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         return _parse(self.use_last_best_model)[1]
 
     @property

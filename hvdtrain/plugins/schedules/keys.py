@@ -51,7 +51,7 @@ class NewbobKeys(Section):
         None, "newbob_multi_epoch: grow when the mean change is below this; None: newbob_relative_error_threshold"
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         grow = self.newbob_relative_error_grow_threshold
         if grow is not None and grow > self.newbob_relative_error_threshold:
             return problem(
@@ -74,8 +74,8 @@ class StepRateKeys(Section):
         "each with an optional warm-up; see docs/learning_rate.md",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
-        run, rates = others.get(RunKeys), others.get(ScheduleKeys)
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
+        run, rates = sections.get(RunKeys), sections.get(ScheduleKeys)
         problems = [] if run is None else make_schedule(self.learning_rate_schedule, run.num_epochs)[1]
         if self.learning_rate_schedule is not None and rates is not None and rates.dynamic_learning_rate is not None:
             problems += problem("conflict", "learning_rate_schedule: expected either it or dynamic_learning_rate, got both")

@@ -19,8 +19,8 @@ class ShardingKeys(Section):
         names=("torch_distributed.sharded",),
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
-        reduce = others.get(ReduceKeys)
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
+        reduce = sections.get(ReduceKeys)
         if not self.sharded or reduce is None or reduce.reduce_type == "grad":
             return []
         return problem(

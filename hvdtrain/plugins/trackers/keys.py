@@ -47,7 +47,7 @@ class TrackerKeys(Section):
         signature="*, epoch, step, metrics, **_",
     )
 
-    def problems(self, others: Sections = ALONE) -> list[Problem]:
+    def problems(self, sections: Sections = ALONE) -> list[Problem]:
         problems = build_objects("trackers", self.trackers, METHODS, "log_", SERVICES.entries, passed_over=(TENSORBOARD,))[1]
         if self.tensorboard_histograms and not self.writes_tensorboard:
             problems += problem("missing", "tensorboard_histograms: expected use_tensorboard = True as well, got False")

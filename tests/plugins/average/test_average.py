@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.hooks import needed_epochs
+from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.learner.torch.model_file import read_model, write_model
@@ -159,6 +160,16 @@ def test_rules_and_their_mistakes() -> None:
         assert faults(caught.value.problems) == [expected]
 
 
+@pytest.mark.parametrize(("kind", "value", "save_interval"), [("epochs", "1-2", 2), ("epochs", 5, 1), ("running", 3, 2)])
+def test_an_average_of_epochs_that_will_not_be_saved_is_refused_at_the_start(kind: str, value: Any, save_interval: int) -> None:
+    averages = Averages([make_rule(kind, value)], Measure(), num_epochs=4, save_interval=save_interval)
+    with pytest.raises(ConfigError, match=f"average_checkpoints.{kind}: .* got one that needs those of [15]$"):
+        averages.restored(Progress())
+    averages.restored(Progress(epoch=5))  # an earlier start may have saved them with other keys
+    rules = [make_rule("epochs", "2,4"), make_rule("running", 2)]
+    Averages(rules, Measure(), num_epochs=4, save_interval=save_interval).restored(Progress())
+
+
 def test_cleanup_keeps_what_averages_need(tmp_path: Path) -> None:
     scores.clear()
     for epoch in range(1, 9):
@@ -170,11 +181,11 @@ def test_cleanup_keeps_what_averages_need(tmp_path: Path) -> None:
     def clean_up(averages: Averages) -> None:
         cleanup.clean_up(folder, history, partial(needed_epochs, [averages], history=history))
 
-    clean_up(Averages([make_rule("best", 3), make_rule("epochs", "7")], Measure(["dev_loss_ce"])))
+    clean_up(Averages([make_rule("best", 3), make_rule("epochs", "7")], Measure(["dev_loss_ce"]), 9))
     assert folder.finished_epochs() == [2, 3, 4, 7, 8]
-    clean_up(Averages([make_rule("running", 2)], Measure()))
+    clean_up(Averages([make_rule("running", 2)], Measure(), 9))
     assert folder.finished_epochs() == [4, 7, 8]
-    clean_up(Averages([AverageRule("best", 1, measure="dev_loss_ce")], Measure(["dev_loss_wer"])))
+    clean_up(Averages([AverageRule("best", 1, measure="dev_loss_ce")], Measure(["dev_loss_wer"]), 9))
     assert folder.finished_epochs() == [4, 8]
 
 

@@ -157,11 +157,11 @@ def test_what_an_earlier_training_left_on_the_disk_is_not_taken(tmp_path: Path, 
     note = checkpoints.note.read_text()
     checkpoints.write(checkpoints.new(1, 2), Letters(2))  # by a start without the key, from step 1
     copy_newest(SingleCommunicator(), checkpoints, local)
-    assert checkpoints.newest() == checkpoints.at(1, 2)
+    assert checkpoints.newest() == checkpoints.checkpoint_at(1, 2)
     assert caplog.text == ""
     checkpoints.note.write_text(note.replace('"id": "', '"id": "0'))  # the newest one is on another host
     copy_newest(SingleCommunicator(), checkpoints, local)
-    assert checkpoints.newest() == checkpoints.at(1, 2)
+    assert checkpoints.newest() == checkpoints.checkpoint_at(1, 2)
     assert f"{checkpoints.note}: expected the checkpoint in epoch 1, after step 9 of all from {tmp_path / 'disk'}" in caplog.text
     assert (
         "got none here: training continues in epoch 1, after step 2 of all (to continue from that one, start rank 0"

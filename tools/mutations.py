@@ -127,8 +127,8 @@ MUTATIONS = [
     Mutation(
         "an unknown option is a mistake only if it resembles a known one",
         "config/check.py",
-        "        if option not in known:",
-        "        if option not in known and closest(str(option), known):",
+        "        if option not in option_names:",
+        "        if option not in option_names and closest(str(option), option_names):",
         ("tests/config/test_config.py", "tests/config/test_messages.py"),
     ),
     Mutation(

@@ -74,7 +74,7 @@ class Saver(SaverBase):
         parts: tuple[StatePart, ...] = ()  # of the state, that every rank has to save
         if self._comm.size > 1:
             local = self._sync.rank_local_state()
-            parts = tuple(role for role in local if role == "optimizer" or role == "reducer" or self._state.tensors(role))
+            parts = tuple(role for role in local if role == "optimizer" or role == "kept" or self._state.tensors(role))
         marks = {SAVE_ID: ranks[0].save_id}
         if parts:
             on_rank_zero(self._comm, lambda: self._checkpoints.prepare(target), name="prepare_save")

@@ -68,7 +68,7 @@ class GradReduce:
         self._counts.reset()
 
     def rank_local_state(self) -> tuple[StatePart, ...]:
-        parts: tuple[StatePart, ...] = ("reducer",) if self._compressor.is_stateful else ()
+        parts: tuple[StatePart, ...] = ("kept",) if self._compressor.is_stateful else ()
         return ("statistics", "counters", *parts) if self._counts.updates else parts
 
     def averaged_model(self, state: ModelState) -> AbstractContextManager[None]:

@@ -21,9 +21,9 @@ What a model does not save (a buffer of PyTorch with persistent=False) has no ro
 
 ROLES: tuple[Role, ...] = ("parameters", "frozen", "statistics", "counters")
 
-StatePart = Role | Literal["optimizer", "reducer"]
-"""The parts of the state that can differ between ranks, so that each rank saves its own; "reducer" are the tensors that a reducer
-keeps (`ModelState.own`)."""
+StatePart = Role | Literal["optimizer", "kept"]
+"""The parts of the state that can differ between ranks, so that each rank saves its own; "kept", a name in checkpoints, are the
+tensors that a reducer keeps (`ModelState.own`)."""
 
 
 class ModelState(Protocol):

@@ -272,7 +272,7 @@ class StateBase(ABC):
             CheckpointError: it cannot be read, one of the parts is missing, or it has other marks.
         """
         entries = self._format.read(file)
-        check_rank_file(file, entries, [role for role in parts if role != "reducer"], marks)
+        check_rank_file(file, entries, [role for role in parts if role != "kept"], marks)
         self.own = tensor_lists(entries, OWN, file)
         if "optimizer" in parts:
             self._load_optimizer(entries, file)

@@ -164,7 +164,8 @@ def _folder(prefix: Path) -> tuple[CheckpointFolder, Framework]:
 
 def _history(checkpoints: CheckpointFolder, framework: Framework) -> list[EpochRecord]:
     """The epochs with their scores, as the newest model has them. Raises: CheckpointError."""
-    epochs, within = checkpoints.finished_epochs(), checkpoints.within_epochs()
+    epochs = checkpoints.finished_epochs()
+    within = checkpoints.within_epochs()
     candidates = [*([checkpoints.checkpoint_at(epochs[-1])] if epochs else []), *within[-1:]]
     newest = max(candidates, key=lambda checkpoint: checkpoint.age).model_file
     return read_progress(framework.model_files.read_model(newest), newest).records
@@ -194,8 +195,8 @@ def _measure(options: argparse.Namespace, checkpoints: CheckpointFolder) -> Meas
 def _lines(rule: AverageRule, contents: Mapping[str, Any], history: Sequence[EpochRecord], measure: Measure) -> list[str]:
     names = ", ".join(contents["average"]["of"])
     by = f", by {measure.describe(history)}" if rule.kind == "best" else ""
-    what = "the running average between" if rule.kind == "running" else "the average of"
-    return [f"{what} {names}{by}"]
+    subject = "the running average between" if rule.kind == "running" else "the average of"
+    return [f"{subject} {names}{by}"]
 
 
 def _recompute(options: argparse.Namespace, kinds: Sequence[str], overrides: Sequence[str]) -> None:

@@ -61,13 +61,14 @@ def _running_mean(before: Checkpoint | None, end: Checkpoint, framework: Framewo
     if contents.get(SAVE_ID) != marks.get(SAVE_ID):
         raise CheckpointError(f"{end.running_file}: expected the sums saved with {end.model_file.name}, got others")
     earlier: RunningSums | None = None
+    where = "since the training began" if before is None else f"since epoch {before.epoch}"
     if before is None:
-        begin, where = 0, "since the training began"
+        begin = 0
     elif before.running_file.exists():
         earlier, _ = _read_sums(before)
-        begin, where = (sums.begin_step if earlier.series == sums.series else -1), f"since epoch {before.epoch}"
+        begin = sums.begin_step if earlier.series == sums.series else -1
     elif before.model_file.exists():
-        begin, where = int(framework.model_files.read_model(before.model_file).get("step") or 0), f"since epoch {before.epoch}"
+        begin = int(framework.model_files.read_model(before.model_file).get("step") or 0)
     else:
         raise CheckpointError(f"{before.running_file}: expected the sums after epoch {before.epoch}, got no such file")
     if begin != sums.begin_step:

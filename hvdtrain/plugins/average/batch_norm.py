@@ -19,18 +19,12 @@ from hvdtrain.learner.torch.step import TorchLearner
 @torch.no_grad()
 def fresh_statistics(learner: TorchLearner, batches: Iterable[Batch | None], total: Total) -> list[str]:
     """What `FreshStatistics` declares, for PyTorch."""
-    norms = dict(batch_norms_of(learner.model))
+    modules = learner.model.named_modules()
+    norms = {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.running_mean is not None}
     with fresh_batch_norms(norms.values()):
         learner.observe(batches)
         total_statistics(norms.values(), total)
     return list(norms)
-
-
-def batch_norms_of(model: torch.nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """The BatchNorms that have running statistics, by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
-            yield name, module
 
 
 @contextmanager

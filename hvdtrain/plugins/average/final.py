@@ -92,8 +92,9 @@ def make_averages(settings: Settings, session: Session, step_log: StepLog) -> li
     if not rules or not session.progress.history:
         return []
     checkpoints = checkpoint_folder(settings)
-    folder, epoch = settings.records, session.progress.epoch
-    known = on_rank_zero(session.comm, lambda: _read(folder / FILE, epoch), name="averages.known")
+    folder = settings.records
+    epoch = session.progress.epoch
+    earlier = on_rank_zero(session.comm, lambda: _read(folder / FILE, epoch), name="averages.known")
     averages: list[AverageScores] = []
     feeds = session.epochs.feeds(session.feeds, epoch)
     session.learner.begin_epoch(epoch, session.progress.step)  # this start of the program may have trained nothing
@@ -101,9 +102,10 @@ def make_averages(settings: Settings, session: Session, step_log: StepLog) -> li
         evaluator = Evaluator(session, feeds, step_log, after_step)
         for rule in rules:
             chosen = on_rank_zero(session.comm, partial(_choose, rule, session, checkpoints), name="averages.choose")
-            averages.append(_average(settings, rule, chosen, known.get(rule.name), evaluator, session, checkpoints))
+            averages.append(_average(settings, rule, chosen, earlier.get(rule.name), evaluator, session, checkpoints))
         if settings.learner.ema_decay is not None:
-            made_from, trained = evaluator.made_from(TRAINED), known.get(TRAINED)
+            made_from = evaluator.made_from(TRAINED)
+            trained = earlier.get(TRAINED)
             if trained is None or trained.made_from != made_from:
                 trained = AverageScores(TRAINED, None, [], epoch, evaluator.scores(epoch), made_from)
             averages.append(trained)
@@ -127,21 +129,24 @@ def _average(
     settings: Settings,
     rule: AverageRule,
     chosen: Sequence[Checkpoint],
-    known: AverageScores | None,
+    earlier: AverageScores | None,
     evaluator: Evaluator,
     session: Session,
     checkpoints: CheckpointFolder,
 ) -> AverageScores:
     """Collective. Make and evaluate one average, unless `known` is what would be made."""
-    epoch, framework = session.progress.epoch, FRAMEWORKS[settings.run.backend]
+    epoch = session.progress.epoch
+    framework = FRAMEWORKS[settings.run.backend]
     suffix = settings.saving.checkpoint_format or framework.suffix
     file = checkpoints.prefix.with_name(f"{checkpoints.prefix.name}.{rule.name}.{suffix}")
-    sources, made_from = source_names(rule, chosen), evaluator.made_from(repr(rule))
+    sources = source_names(rule, chosen)
+    made_from = evaluator.made_from(repr(rule))
     exists = on_rank_zero(session.comm, file.exists, name="averages.exists")
-    if known is not None and (known.of, known.made_from) == (sources, made_from) and exists:
-        return known
+    if earlier is not None and (earlier.of, earlier.made_from) == (sources, made_from) and exists:
+        return earlier
     session.watchdog.beat(f"averaging {rule.name}", "saving")
-    state, contents = session.learner.state, dict[str, Any]()
+    state = session.learner.state
+    contents = dict[str, Any]()
 
     def make() -> None:
         contents.update(make_average(rule, chosen, framework))
@@ -210,10 +215,10 @@ class Evaluator:
             scores |= name_scores(feed.name, means)
         return with_totals(scores, minimized_in(session.progress.history))
 
-    def made_from(self, what: str) -> str:
+    def made_from(self, subject: str) -> str:
         """A checksum of the training that has ended, and of what is evaluated: two trainings differ in their scores."""
         records = [asdict(record) for record in self._session.progress.records]
-        text = json.dumps([records, [feed.name for feed in self._feeds], what], sort_keys=True)
+        text = json.dumps([records, [feed.name for feed in self._feeds], subject], sort_keys=True)
         return f"{zlib.crc32(text.encode()):08x}"
 
 
@@ -228,9 +233,10 @@ def comparison(
     """
     for average in averages:
         shown = {name: value for name, value in average.scores.items() if not name.startswith("train_")}
-        what = f"the average of {', '.join(average.of)}" if average.of else "without the moving average"
-        yield f"{average.name}: {text({name.replace('_loss_', ' '): value for name, value in shown.items()})} ({what})"
-    best, name = measure.best(records), measure.name(records)
+        origin = f"the average of {', '.join(average.of)}" if average.of else "without the moving average"
+        yield f"{average.name}: {text({name.replace('_loss_', ' '): value for name, value in shown.items()})} ({origin})"
+    best = measure.best(records)
+    name = measure.name(records)
     if best is None or name is None or not all(name in average.scores for average in averages):
         return
     of = " with the moving average" if has_moving_average else ""
@@ -240,25 +246,23 @@ def comparison(
         candidates[f"the best one, {place},{of}"] = best.scores[name]
     candidates |= {average.name if average.of else "the last epoch without it": average.scores[name] for average in averages}
     sign = -1 if measure.is_higher_better(name) else 1
-    known = {label: value for label, value in candidates.items() if math.isfinite(value)}
-    if not known:
+    finite = {label: value for label, value in candidates.items() if math.isfinite(value)}
+    if not finite:
         return
-    winner = min(known, key=lambda label: sign * known[label])
+    winner = min(finite, key=lambda label: sign * finite[label])
     others = "; ".join(f"{label.rstrip(',')}: {value:.6g}" for label, value in candidates.items() if label != winner)
-    yield f"best of all, by {name}, {measure.direction(name)}: {winner.rstrip(',')}: {known[winner]:.6g} ({others})"
+    yield f"best of all, by {name}, {measure.direction(name)}: {winner.rstrip(',')}: {finite[winner]:.6g} ({others})"
 
 
 def _read(path: Path, epoch: int) -> dict[str, AverageScores]:
     """By name, the averages that the file has, if they are of the same last epoch."""
     try:
         averages = [AverageScores(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-        return {average.name: _with_numbers(average) for average in averages if average.epoch == epoch}
+        present = [average for average in averages if average.epoch == epoch]
+        numbers = [{name: float(value) for name, value in average.scores.items()} for average in present]
     except (OSError, ValueError, TypeError):
         return {}
-
-
-def _with_numbers(average: AverageScores) -> AverageScores:
-    return replace(average, scores={name: float(value) for name, value in average.scores.items()})
+    return {average.name: replace(average, scores=scores) for average, scores in zip(present, numbers, strict=True)}
 
 
 def _write(path: Path, averages: Sequence[AverageScores]) -> None:

@@ -30,8 +30,8 @@ def framework_of(file: Path) -> Framework:
         return frameworks[0] if frameworks else next(iter(FRAMEWORKS.values()))
     frameworks = [framework for framework in FRAMEWORKS.values() if file.suffix == f".{framework.suffix}"]
     if not frameworks:
-        known = ", ".join(f".{framework.suffix}" for framework in FRAMEWORKS.values())
-        raise CheckpointError(f"{file}: expected a model's file, whose name ends in {known} or .safetensors, got another")
+        suffixes = ", ".join(f".{framework.suffix}" for framework in FRAMEWORKS.values())
+        raise CheckpointError(f"{file}: expected a model's file, whose name ends in {suffixes} or .safetensors, got another")
     return frameworks[0]
 
 
@@ -71,8 +71,8 @@ def mean_of_files(files: Sequence[Path], framework: Framework) -> dict[str, Any]
                 del same[name]
             if not (is_finite := numpy.isfinite(values)).all() or name in infinite:
                 others = numpy.where(is_finite, 0, values)
-                known = infinite.get(name) if newest else infinite.setdefault(name, others)
-                if known is None or not numpy.array_equal(known, others):  # NaN does not equal itself
+                infinite_before = infinite.get(name) if newest else infinite.setdefault(name, others)
+                if infinite_before is None or not numpy.array_equal(infinite_before, others):  # NaN does not equal itself
                     raise CheckpointError(f"{file}: {name}: expected finite numbers, got others (leave this checkpoint out)")
             sums[name] = sums[name] + values if name in sums else values
         if not newest or _step(contents) >= _step(newest):

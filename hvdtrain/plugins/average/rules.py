@@ -228,8 +228,8 @@ def select(
 
 def shortfall(rule: AverageRule, chosen: Sequence[Checkpoint]) -> str | None:
     """What is missing to what a rule wants, in words; None: nothing."""
-    count, what = (chosen[-1].epoch, "epochs") if rule.kind == "running" else (len(chosen), "models")
-    return f"expected {rule.count} {what}, got {count}" if count < rule.count else None
+    count, unit = (chosen[-1].epoch, "epochs") if rule.kind == "running" else (len(chosen), "models")
+    return f"expected {rule.count} {unit}, got {count}" if count < rule.count else None
 
 
 def _missing(checkpoints: CheckpointFolder, expected: str, got: str) -> CheckpointError:
@@ -245,9 +245,9 @@ def _best_checkpoints(
 ) -> list[Checkpoint]:
     measure = rule.with_default(measure)
     if measure.name(history) is None:
-        known = sorted({name for record in history for name in record.scores})
+        score_names = sorted({name for record in history for name in record.scores})
         wanted = " or ".join(map(repr, measure.wanted)) or "the minimized loss"
-        raise _missing(checkpoints, f"epochs with the score {wanted}", f"the scores {', '.join(known) or 'of none'}")
+        raise _missing(checkpoints, f"epochs with the score {wanted}", f"the scores {', '.join(score_names) or 'of none'}")
     with_model = [record for record in history if checkpoints.checkpoint_at(record.epoch, record.at_step).model_file.exists()]
     return [checkpoints.checkpoint_at(record.epoch, record.at_step) for record in _best(with_model, measure, rule.count)]
 

@@ -135,7 +135,6 @@ class BackgroundWriter:
         return self._memory
 
     def _start(self) -> None:
-        """Start the process, if it does not run."""
         with suppress(ChildProcessError):
             if self._process is not None and self._process.poll() is None:
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from hvdtrain.plugins.bars.notebook import Notebook, open_notebook
@@ -50,21 +50,22 @@ class DrawnBars(Bars):
     @contextmanager
     def count(self, what: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
         """On the terminal of stderr or stdout, if there is one."""
-        with open_terminal(sys.stderr, sys.stdout) as terminal:
-            if terminal is None:
-                yield lambda number: None
-                return
-            with terminal.bar(total=total, unit=unit, desc=what or None) as bar:
-                yield bar.update
+        with self._bar(total=total, unit=unit, desc=what or None) as bar:
+            yield (lambda number: None) if bar is None else bar.update
 
     @contextmanager
     def line(self, text: str) -> Iterator[None]:
-        with open_terminal(sys.stderr, sys.stdout) as terminal:
-            if terminal is None:
-                yield
-                return
-            with terminal.bar(desc=text, bar_format="{desc}{bar}"):
-                yield
+        with self._bar(desc=text, bar_format="{desc}{bar}"):
+            yield
+
+    @contextmanager
+    def _bar(self, **options: Any) -> Iterator[Any]:
+        """A bar of tqdm's; None: there is no terminal."""
+        with (
+            open_terminal(sys.stderr, sys.stdout) as terminal,
+            nullcontext() if terminal is None else terminal.bar(**options) as bar,
+        ):
+            yield bar
 
     @contextmanager
     def steps(self, process: Process) -> Iterator[DrawnSteps | None]:
@@ -84,13 +85,13 @@ class DrawnBars(Bars):
 BARS = DrawnBars()
 
 
-def fit_parts(parts: Sequence[str], room: int) -> str:
+def fit_parts(texts: Sequence[str], room: int) -> str:
     """As many of the first parts as fit, each with a separator before it. A number that is cut off would look like another one.
 
     >>> fit_parts(["ce 0.123", "", "error 0.4567", "learning rate 0.1"], 24)
     'ce 0.123, error 0.4567'
     """
-    shown = ", ".join(part for part in parts if part)
+    shown = ", ".join(text for text in texts if text)
     while len(shown) + 2 > room and shown:
         shown = shown.rpartition(", ")[0]
     return shown

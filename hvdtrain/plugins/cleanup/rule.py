@@ -57,13 +57,13 @@ class CleanupRule(CleanupKeys):
         """The epochs with the lowest scores; empty if all are equal. An epoch without a score counts as the worst, one whose
         score is NaN is none of the best."""
         comparable = [epoch for epoch in epochs if (score := scores[epoch]) is None or not isnan(score)]
-        known = [score for epoch in comparable if (score := scores[epoch]) is not None]
-        if not known or (min(known) == max(known) and len(comparable) == len(epochs)):
+        present = [score for epoch in comparable if (score := scores[epoch]) is not None]
+        if not present or (min(present) == max(present) and len(comparable) == len(epochs)):
             return []
 
         def rank(epoch: int) -> tuple[float, int]:
             score = scores[epoch]
-            return (max(known) if score is None else score), epoch
+            return (max(present) if score is None else score), epoch
 
         return sorted(comparable, key=rank)[: self.keep_best_n]
 

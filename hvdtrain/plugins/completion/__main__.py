@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TextIO, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from hvdtrain.cli import ASKS_TO_COMPLETE, COMMANDS
 from hvdtrain.comm import this_process
@@ -64,17 +64,13 @@ def words_to_complete(environ: Mapping[str, str]) -> list[str] | None:
     return [*line.split()[1:], *([""] if line[-1:].isspace() else [])]
 
 
-def answer(parser: argparse.ArgumentParser, stream: TextIO | None = None) -> None:
-    """Send the completions that a parser offers to the shell, and end the process.
-
-    Args:
-        stream: for the answer; None: where the shell expects it.
-    """
+def answer(parser: argparse.ArgumentParser) -> None:
+    """Send the completions that a parser offers to the shell, and end the process."""
     try:
         import argcomplete
     except ImportError:
         raise SystemExit("hvdtrain: expected argcomplete for completion, got none (pip install argcomplete)") from None
-    argcomplete.autocomplete(parser, always_complete_options=False, exit_method=_leave, output_stream=stream)
+    argcomplete.autocomplete(parser, always_complete_options=False, exit_method=_leave)
 
 
 def _leave(status: int = 0) -> None:
@@ -110,12 +106,12 @@ def training_parser(
 def values_of(key: Key) -> list[str] | None:
     """The values that a key may have, if they can be listed."""
     kinds = [key.type, *get_args(key.type)]
-    known = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    values = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     if bool in kinds:
-        known += ["true", "false"]
+        values += ["true", "false"]
     if key.rule is not None and key.rule.is_choice:
-        known += re.findall(r"'([^']+)'", key.rule.words)
-    return known or None
+        values += re.findall(r"'([^']+)'", key.rule.words)
+    return values or None
 
 
 def _files(prefix: str) -> list[str]:

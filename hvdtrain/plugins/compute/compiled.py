@@ -55,7 +55,7 @@ def compile_model(model: torch.nn.Module, wanted: bool | dict[str, Any]) -> Watc
             _compile(module, options)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError.of("unknown-key", f"torch_compile: expected options of torch.compile, got {options}: {error}") from None
-    return _CompileLog().watch
+    return _watch
 
 
 def _compile(module: torch.nn.Module, options: dict[str, Any]) -> None:
@@ -71,10 +71,10 @@ def _select_modules(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module
     """The model's modules of some classes, except those inside another such module, which are compiled with it."""
     classes = wanted if isinstance(wanted, (list, tuple)) else [wanted]
     names = {cls.__name__ if isinstance(cls, type) else str(cls).rpartition(".")[2] for cls in classes}
-    known = {name for module in model.modules() for name in class_names(module)}
-    missing = sorted(names - known)
+    present = {name for module in model.modules() for name in class_names(module)}
+    missing = sorted(names - present)
     if missing:
-        hint = did_you_mean(missing[0], known)
+        hint = did_you_mean(missing[0], present)
         raise ConfigError.of(
             "unknown-value", f"torch_compile.modules: expected classes of the model's modules, got {missing[0]}{hint}"
         )
@@ -86,47 +86,42 @@ def _select_modules(model: torch.nn.Module, wanted: Any) -> list[torch.nn.Module
     return list(chosen.values())
 
 
-class _CompileLog:
-    """Logs the compile time, and translates errors."""
+@contextmanager
+def _watch() -> Iterator[None]:
+    """The context around calls that may compile: logs how long that takes. Raises: ConfigError, if there is no compiler."""
+    from torch._dynamo import callback, exc  # here, as this import takes a second or two
 
-    def __init__(self) -> None:
-        self._began = 0.0
-        self._seconds: list[float] = []
+    began = 0.0
+    seconds: list[float] = []
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """The context around calls that may compile. Raises: ConfigError, if there is no compiler."""
-        from torch._dynamo import callback, exc  # here, as this import takes a second or two
+    def begin(_: Any) -> None:
+        nonlocal began
+        began = time.perf_counter()
 
-        handler = callback.callback_handler
-        handler.register_start_callback(self._begin)
-        handler.register_end_callback(self._end)
-        self._seconds = []
-        try:
-            yield
-        except (exc.BackendCompilerFailed, exc.TorchDynamoException) as error:
-            reason = _compile_error(error)
-            raise ConfigError.of(
-                "unavailable",
-                f"torch_compile: expected PyTorch to compile the model, got: {reason} (a C++ compiler such as g++, or Triton "
-                "on a GPU, is required; torch_compile = False needs none)",
-            ) from error
-        except RuntimeError as error:
-            if "donated buffer" not in str(error):
-                raise
-            raise ConfigError.of("wrong-result", SEVERAL_LOSSES) from error
-        finally:
-            handler.remove_start_callback(self._begin)
-            handler.remove_end_callback(self._end)
-        if self._seconds:
-            several = "s" if len(self._seconds) > 1 else ""
-            log.detail(f"torch.compile: {len(self._seconds)} graph{several} in {sum(self._seconds):.1f} s")
+    def end(_: Any) -> None:
+        seconds.append(time.perf_counter() - began)
 
-    def _begin(self, _: Any) -> None:
-        self._began = time.perf_counter()
-
-    def _end(self, _: Any) -> None:
-        self._seconds.append(time.perf_counter() - self._began)
+    handler = callback.callback_handler
+    handler.register_start_callback(begin)
+    handler.register_end_callback(end)
+    try:
+        yield
+    except (exc.BackendCompilerFailed, exc.TorchDynamoException) as error:
+        reason = _compile_error(error)
+        raise ConfigError.of(
+            "unavailable",
+            f"torch_compile: expected PyTorch to compile the model, got: {reason} (a C++ compiler such as g++, or Triton "
+            "on a GPU, is required; torch_compile = False needs none)",
+        ) from error
+    except RuntimeError as error:
+        if "donated buffer" not in str(error):
+            raise
+        raise ConfigError.of("wrong-result", SEVERAL_LOSSES) from error
+    finally:
+        handler.remove_start_callback(begin)
+        handler.remove_end_callback(end)
+    if seconds:
+        log.detail(f"torch.compile: {len(seconds)} graph{'s' if len(seconds) > 1 else ''} in {sum(seconds):.1f} s")
 
 
 def _compile_error(error: Exception) -> str:

@@ -28,10 +28,10 @@ def split_batch(batch: Batch) -> tuple[Batch, Batch]:
         frames = numpy.ones(len(batch.indices), dtype=numpy.int64)  # rows are equally long
     sums = numpy.cumsum(frames)
     middle = min(int(numpy.searchsorted(sums, sums[-1] / 2)) + 1, len(sums) - 1)
-    return _part(batch, slice(0, middle)), _part(batch, slice(middle, len(sums)))
+    return _slice(batch, slice(0, middle)), _slice(batch, slice(middle, len(sums)))
 
 
-def _part(batch: Batch, rows: slice) -> Batch:
+def _slice(batch: Batch, rows: slice) -> Batch:
     """Some successive sequences, or pieces, of a batch."""
     tags = batch.seq_tags
     parts = batch.parts
@@ -55,7 +55,6 @@ def _rows(padded: Padded, rows: slice) -> Padded:
 
 
 def _pieces(padded: Padded, joined: Array, pieces: slice) -> Padded:
-    """Some pieces of a row."""
     first, count = int(joined[: pieces.start].sum()), int(joined[pieces].sum())
     return replace(padded, values=padded.values[:, first : first + count], seq_lens=numpy.array([count], padded.seq_lens.dtype))
 

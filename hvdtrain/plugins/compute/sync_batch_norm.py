@@ -178,7 +178,8 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor, *unused: torch.Tensor) -> tuple[torch.Tensor, None]:
         normalized, scale, count = context.saved_tensors
-        dims, shape = context.dims, context.shape
+        dims = context.dims
+        shape = context.shape
         features = len(scale)
         sums_here = torch.cat([gradient.sum(dims, dtype=torch.float64), (gradient * normalized).sum(dims, dtype=torch.float64)])
         means = (context.module.exchange.sums(context.module.number, sums_here) / count).to(gradient.dtype)

@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _alone(
-    options: argparse.Namespace, configs: list[Path], overrides: dict[str, str], hosts: Sequence[str], asked: Sequence[str]
+    options: argparse.Namespace, configs: list[Path], overrides: dict[str, str], hosts: Sequence[str], words: Sequence[str]
 ) -> int:
     """Check this host and the other hosts that were named."""
     report, settings = examine(configs, overrides, len(hosts))
@@ -106,7 +106,7 @@ def _alone(
             together += check_scaling(comm, settings)
     if hosts:
         report.clock = 0.0
-        others, together = ask_hosts(hosts, ["-m", "hvdtrain", "doctor", "--json", *asked])
+        others, together = ask_hosts(hosts, ["-m", "hvdtrain", "doctor", "--json", *words])
         reports += others
         together += [*differences(reports), *check_clocks(reports), *check_networks(reports)]
     return _finish(options, reports, together)
@@ -115,7 +115,8 @@ def _alone(
 def _examine_ranks(options: argparse.Namespace, configs: list[Path], overrides: dict[str, str]) -> int:
     """Check the hosts of all ranks, and the connections between them. Rank 0 prints the report."""
     place = this_process.place()
-    report, settings = None, None
+    report = None
+    settings = None
     if place.local_rank == 0:
         report, settings = examine(configs, overrides, 0)
     elif configs:
@@ -127,14 +128,14 @@ def _examine_ranks(options: argparse.Namespace, configs: list[Path], overrides: 
         """Report only this rank's host, as the ranks cannot connect."""
         return _finish(options, reports, [problem("ranks", why, fix)], quiet=place.rank > 0)
 
-    cure = "a firewall? the wrong interface? HOROVOD_GLOO_IFACE, or mpirun --mca btl_tcp_if_include, name the right one"
+    fix = "a firewall? the wrong interface? HOROVOD_GLOO_IFACE, or mpirun --mca btl_tcp_if_include, name the right one"
     late = f"expected {place.size} ranks to find each other within {options.patience:.0f} s, got no answer"
     if configs and settings is None:
         return _finish(options, reports, [], quiet=place.rank > 0)  # the config has problems, which are the same on all ranks
     with ExitStack() as stack:
         try:
             # Only rank 0 watches the time: when it ends, the launcher ends the others.
-            with ranks.deadline(options.patience, lambda: report_failure(late, cure)) if place.rank == 0 else nullcontext():
+            with ranks.deadline(options.patience, lambda: report_failure(late, fix)) if place.rank == 0 else nullcontext():
                 comm = stack.enter_context(ranks.connect(settings, framework))
                 threads = this_process.environment().get("OMP_NUM_THREADS", "")
                 this_rank = ranks.RankReport(report, place.local_size, int(threads) if threads.isdigit() else None)

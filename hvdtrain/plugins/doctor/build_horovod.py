@@ -72,19 +72,18 @@ def _work(options: argparse.Namespace, frameworks: list[str]) -> int:
         raise recipe.CannotBuild("\n".join(missing))
     works = not options.force and _problem(frameworks) is None
     if works and options.wheel_dir is None:
-        return _works(frameworks, what="is installed and works")
+        return _works(frameworks, state="is installed and works")
     cuda = recipe.choose_cuda(frameworks, os.environ)
     versions = built_for(frameworks, cuda, os.environ)
     wheel_dir = options.wheel_dir or _default_wheel_dir()
     places = [wheel_dir, _default_wheel_dir()]
     wheel = None if options.force else next((built for place in places if (built := matching_wheel(place, versions))), None)
     if wheel and (works or (_install(wheel, options.log) and _problem(frameworks) is None)):
-        copied = wheel.parent == wheel_dir or _copy_wheel(wheel, wheel_dir)
-        return _works(frameworks, wheel) if copied else 1
+        problem = None if wheel.parent == wheel_dir else _copy_wheel(wheel, wheel_dir)
+        return _refuse_folder(problem) if problem else _works(frameworks, wheel)
     problem = _unwritable(wheel_dir)
     if problem and options.wheel_dir:
-        print(f"--wheel-dir: expected a folder that can be written, got {problem}", file=sys.stderr)
-        return 1
+        return _refuse_folder(problem)
     if problem:
         print(f"the wheel will not be kept: {problem}")
     return _build_and_install(frameworks, cuda, versions, None if problem else wheel_dir, options.log)
@@ -179,13 +178,13 @@ def _build_and_install(
     return _works(frameworks, wheel if wheel.parent == wheel_dir else None)
 
 
-def _works(frameworks: list[str], wheel: Path | None = None, what: str = "works") -> int:
-    print(f"Horovod {recipe.HOROVOD_VERSION} {what} with {' and '.join(frameworks)}{f': the wheel {wheel}' if wheel else ''}")
+def _works(frameworks: list[str], wheel: Path | None = None, state: str = "works") -> int:
+    print(f"Horovod {recipe.HOROVOD_VERSION} {state} with {' and '.join(frameworks)}{f': the wheel {wheel}' if wheel else ''}")
     return 0
 
 
-def _report_failure(log: Path, what: str) -> int:
-    print("\n".join([*error_lines(log.read_text(errors="replace")), "", f"{what}; the whole log: {log}"]), file=sys.stderr)
+def _report_failure(log: Path, failure: str) -> int:
+    print("\n".join([*error_lines(log.read_text(errors="replace")), "", f"{failure}; the whole log: {log}"]), file=sys.stderr)
     return 1
 
 
@@ -202,17 +201,20 @@ def _unwritable(wheel_dir: Path) -> str | None:
     return None if os.access(wheel_dir, os.W_OK) else f"{wheel_dir}, which cannot be written"
 
 
-def _copy_wheel(wheel: Path, wheel_dir: Path) -> bool:
-    """Copy the wheel into the folder; return whether that succeeded."""
+def _copy_wheel(wheel: Path, wheel_dir: Path) -> str | None:
+    """Copy the wheel into the folder; return why that failed, or None."""
     problem = _unwritable(wheel_dir)
     try:
         if problem is None:
             shutil.copy(wheel, wheel_dir)
     except OSError as error:
-        problem = str(error)
-    if problem:
-        print(f"--wheel-dir: expected a folder that can be written, got {problem}", file=sys.stderr)
-    return problem is None
+        return str(error)
+    return problem
+
+
+def _refuse_folder(problem: str) -> int:
+    print(f"--wheel-dir: expected a folder that can be written, got {problem}", file=sys.stderr)
+    return 1
 
 
 def _missing(frameworks: list[str]) -> list[str]:
@@ -267,20 +269,19 @@ def _build(frameworks: list[str], standard: int, cuda: recipe.CudaChoice, log: P
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-binary", "horovod", "--no-cache-dir"]
     command += ["--no-deps", "--wheel-dir", str(folder), f"horovod=={recipe.HOROVOD_VERSION}"]
     libraries = f"MPI, Gloo{', CUDA' if with_cuda else ''}{', NCCL' if cuda.nccl else ''}"
-    what = f"building Horovod {recipe.HOROVOD_VERSION} for {' and '.join(frameworks)} with {libraries}"
+    title = f"building Horovod {recipe.HOROVOD_VERSION} for {' and '.join(frameworks)} with {libraries}"
     log.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             time.sleep(0.5)
-            _show(what, log, time.monotonic() - started)
-    print(f"{chr(13) if sys.stdout.isatty() else ''}{what} ... {time.monotonic() - started:.0f} s")
+            _show(title, log, time.monotonic() - started)
+    print(f"{chr(13) if sys.stdout.isatty() else ''}{title} ... {time.monotonic() - started:.0f} s")
     return next(folder.glob("*.whl"), None) if process.returncode == 0 else None
 
 
 def _install(wheel: Path, log: Path) -> bool:
-    """Install the wheel and the packages it requires, in place of any installed Horovod."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
         for options in (["--force-reinstall", "--no-deps"], []):
@@ -290,8 +291,8 @@ def _install(wheel: Path, log: Path) -> bool:
     return True
 
 
-def _show(what: str, log: Path, seconds: float) -> None:
+def _show(title: str, log: Path, seconds: float) -> None:
     """On a terminal, show make's percentage in a line that is overwritten."""
     if sys.stdout.isatty():
         done = re.findall(r"\[ *(\d+)%\]", log.read_text(errors="replace"))
-        print(f"\r{what} ... {done[-1] if done else 0} % after {seconds:.0f} s ", end="", flush=True)
+        print(f"\r{title} ... {done[-1] if done else 0} % after {seconds:.0f} s ", end="", flush=True)

@@ -6,6 +6,7 @@ import ipaddress
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from hvdtrain.learner.frameworks import FRAMEWORKS, library_of
@@ -29,19 +30,14 @@ class Finding:
     fix: str = ""
 
 
-def ok(about: str, text: str) -> Finding:
-    """Nothing is wrong."""
-    return Finding("ok", about, text)
+ok = partial(Finding, "ok")
+"""Nothing is wrong."""
 
+warning = partial(Finding, "warning")
+"""Training will run, but slower than it could, or it may fail later."""
 
-def warning(about: str, text: str, fix: str) -> Finding:
-    """Training will run, but slower than it could, or it may fail later."""
-    return Finding("warning", about, text, fix)
-
-
-def problem(about: str, text: str, fix: str) -> Finding:
-    """Training will not start, or not work as intended."""
-    return Finding("problem", about, text, fix)
+problem = partial(Finding, "problem")
+"""Training will not start, or not work as intended."""
 
 
 @dataclass
@@ -112,8 +108,8 @@ def summary(findings: Iterable[Finding]) -> str:
     '1 problem, 0 warnings, 2 ok'
     """
     levels = [finding.level for finding in findings]
-    problems, warnings = levels.count("problem"), levels.count("warning")
-    counted = [f"{problems} problem{'' if problems == 1 else 's'}", f"{warnings} warning{'' if warnings == 1 else 's'}"]
+    counts = {level: levels.count(level) for level in ("problem", "warning")}
+    counted = [f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items()]
     return ", ".join([*counted, f"{levels.count('ok')} ok"])
 
 
@@ -151,15 +147,16 @@ def differences(reports: Sequence[HostReport]) -> list[Finding]:
             hosts.setdefault(report.facts.get(name, "not set"), []).append(report.host)
         if len(hosts) > 1:
             text = f"{name}: " + "; ".join(f"{value} on {', '.join(names)}" for value, names in hosts.items())
-            if "/" in name or "bytes" in next(iter(hosts)):
-                level, fix = problem, "the same file on all hosts, or a shared file system"
+            is_file = "/" in name or "bytes" in next(iter(hosts))
+            if is_file:
+                fix = "the same file on all hosts, or a shared file system"
             elif name in HARMFUL:
-                level, fix = problem, "install the same version on all hosts"
+                fix = "install the same version on all hosts"
             elif name.isupper():
-                level, fix = warning, f"mpirun -x {name}; sbatch --export=ALL; qsub -V"
+                fix = f"mpirun -x {name}; sbatch --export=ALL; qsub -V"
             else:
-                level, fix = warning, "all hosts wait for the slowest one, and only what the oldest version supports works"
-            findings.append(level("hosts differ", text, fix))
+                fix = "all hosts wait for the slowest one, and only what the oldest version supports works"
+            findings.append((problem if is_file or name in HARMFUL else warning)("hosts differ", text, fix))
     if len(reports) > 1 and not findings:
         findings.append(ok("hosts", f"{', '.join(report.host for report in reports)}: the same versions, files and settings"))
     return findings

@@ -82,10 +82,10 @@ def misfits(wheel: Path, here: Mapping[str, str]) -> list[str]:
     except (OSError, ValueError, zipfile.BadZipFile):
         return ["expected a wheel that build-horovod made, with built-for.json in it"]
 
-    def differs(name: str, what: str, by_major: bool = False) -> list[str]:
+    def differs(name: str, subject: str, by_major: bool = False) -> list[str]:
         wanted, present = built.get(name, "none"), here.get(name, "none")
         is_same = wanted.split(".")[0] == present.split(".")[0] if by_major else wanted == present
-        return [] if is_same else [f"built for {what}{wanted}, here is {present}"]
+        return [] if is_same else [f"built for {subject}{wanted}, here is {present}"]
 
     reasons = [] if built.get("abi") == here["abi"] else [f"built for Python {built.get('python')}, here is {here['python']}"]
     for framework in ("torch", "tensorflow"):
@@ -138,7 +138,7 @@ def _local_version(versions: Mapping[str, str]) -> str:
     parts = [versions[name].replace(" ", "") for name in ("torch", "tensorflow") if name in versions]
     name, _, number = versions["mpi"].rpartition(" ")
     parts.append(f"{name}{number.split('.')[0]}".replace(" ", "").lower())
-    return ".".join(part for part in re.split(r"[^a-z0-9]+", ".".join(parts).lower()) if part)
+    return ".".join(word for word in re.split(r"[^a-z0-9]+", ".".join(parts).lower()) if word)
 
 
 def _requirements(versions: Mapping[str, str]) -> list[str]:

@@ -34,21 +34,26 @@ def examine(configs: list[Path], overrides: dict[str, str], other_hosts: int) ->
         configs: of the planned training; empty: check only the host.
         other_hosts: the number of hosts besides this one and those that the launcher knows.
     """
-    place, environ = this_process.place(), this_process.environment()
+    place = this_process.place()
+    environ = this_process.environment()
     several_hosts = other_hosts > 0 or place.size > place.local_size
     settings, of_config = read_config(configs, overrides) if configs else (None, [])
     framework = library_of(settings.run.backend) if settings else None
     use_horovod = settings is not None and settings.reduce.use_horovod
-    probes = packages.start_probes(framework)  # they take seconds; meanwhile the other checks run
     name = socket.gethostname()
     with ThreadPoolExecutor() as pool:  # other programs and the name service may be slow: ask all at once
-        asked = pool.submit(packages.versions)
+        probes = packages.start_probes(framework, pool)
+        asked_mpi = pool.submit(packages.versions)
         asked_slurm = pool.submit(packages.check_srun)
         asked_gpus = pool.submit(resources.check_gpus, environ, place.local_size)
         asked_name = pool.submit(network.check_name, name, several_hosts)
         files = hdf_files(settings) if settings else []
         of_data = check_data(settings, place.size) if settings else []
-    libraries, (gpus, of_gpus) = asked.result(), asked_gpus.result()
+        if place.size > 1:  # this process needs the framework, too: import it while the probes do so
+            with suppress(Exception):  # the probe reports why
+                _ = FRAMEWORKS[framework_of(settings)].tensors
+    libraries = asked_mpi.result()
+    gpus, of_gpus = asked_gpus.result()
     interfaces = read_interfaces()
     findings = packages.check_packages(framework, use_horovod)
     before = [
@@ -68,9 +73,6 @@ def examine(configs: list[Path], overrides: dict[str, str], other_hosts: int) ->
         *of_config,
         *of_data,
     ]
-    if place.size > 1:  # this process needs the framework, too: import it while the probes do so
-        with suppress(Exception):  # the probe reports why
-            _ = FRAMEWORKS[framework_of(settings)].tensors
     for package, probe in probes.items():
         findings += packages.check_horovod(package, probe, use_horovod, len(gpus))
     facts = packages.facts()
@@ -115,8 +117,8 @@ def check_data(settings: Settings, ranks: int) -> list[Finding]:
     for path in files[:MOST_FILES]:
         report = check_file(path, seconds=0)
         findings += [problem("data", text, "python -m hvdtrain check shows more") for text in report.problems]
-        cure = f"python -m hvdtrain check {path} --repack OUT, if the layout is the reason"
-        findings += [warning("data", text if str(path) in text else f"{path}: {text}", cure) for text in report.warnings]
+        fix = f"python -m hvdtrain check {path} --repack OUT, if the layout is the reason"
+        findings += [warning("data", text if str(path) in text else f"{path}: {text}", fix) for text in report.warnings]
     if len(files) > MOST_FILES:
         findings.append(ok("data", f"{MOST_FILES} of {len(files)} HDF files were checked (python -m hvdtrain check: all)"))
     if any(finding.level == "problem" for finding in findings):
@@ -159,8 +161,11 @@ def _files(value: Any) -> Iterator[str]:
             yield from (_files(list(inner.values())) if inside == "datasets" and isinstance(inner, dict) else _files(inner))
 
 
-PLACES, PIECE = 16, 4096
-"""A fingerprint hashes this number of pieces, each of this number of bytes, spread over the file."""
+PLACES = 16
+"""The number of pieces of a file, spread over it, that a fingerprint hashes."""
+
+PIECE = 4096
+"""The bytes of each."""
 
 
 def fingerprint(path: Path) -> str:

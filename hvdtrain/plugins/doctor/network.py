@@ -72,7 +72,6 @@ def _interface(name: str, ask: Callable[[int, str], bytes]) -> Interface:
 
 
 def _ipv6(name: str) -> str | None:
-    """An interface's global IPv6 address, if it has one."""
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         digits, _, prefix, scope, _, owner = line.split()
@@ -91,9 +90,10 @@ def matches(name: str, pattern: str) -> bool:
     """
     wanted = True
     if pattern.startswith("^"):
-        pattern, wanted = pattern[1:], False
+        pattern = pattern[1:]
+        wanted = False
     exact = pattern.startswith("=")
-    names = [part.split(":")[0] for part in pattern.removeprefix("=").split(",") if part]
+    names = [entry.split(":")[0] for entry in pattern.removeprefix("=").split(",") if entry]
     return any(name == listed if exact else name.startswith(listed) for listed in names) == wanted
 
 
@@ -208,7 +208,8 @@ def check_master(environ: Mapping[str, str], is_master: bool) -> list[Finding]:
     Args:
         is_master: whether rank 0 will run on this host, and does not listen yet.
     """
-    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    address = environ.get("MASTER_ADDR")
+    port = environ.get("MASTER_PORT")
     findings = []
     if address:
         try:
@@ -304,7 +305,7 @@ def ask_host(host: str, command: Sequence[str]) -> tuple[HostReport | None, list
         if not address and "resolve" in said:
             text = f"expected the name of a host, got {host}: {lookup_error}"
             return None, [problem(about, text, "/etc/hosts, DNS, or ~/.ssh/config")]
-        return None, [problem(about, f"expected to log in without a password, got: {_last(said)}", _cure(said, host))]
+        return None, [problem(about, f"expected to log in without a password, got: {_last(said)}", _login_fix(said, host))]
     seconds = after - before
     clock_ahead = minimum_lead(float(said.split()[-1]), before, after)
     findings = [ok(about, f"logged in within {seconds:.1f} s")]
@@ -370,7 +371,7 @@ def _last(said: str) -> str:
     return said.strip().splitlines()[-1] if said.strip() else "no answer"
 
 
-def _cure(said: str, host: str) -> str:
+def _login_fix(said: str, host: str) -> str:
     if "Host key" in said:
         return f"log in once by hand (ssh {host}), or StrictHostKeyChecking accept-new in ~/.ssh/config"
     if "Permission denied" in said:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,12 +28,15 @@ def environment_alone() -> dict[str, str]:
     return {name: value for name, value in this_process.environment().items() if not name.startswith(OF_A_LAUNCHER)}
 
 
+def _run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    environment = environment_alone()
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL)
+
+
 def output(command: Sequence[str], seconds: float = 20) -> tuple[int | None, str]:
     """A command's exit status and output, stderr last; None and the reason if it cannot be run or takes too long."""
     try:
-        done = subprocess.run(
-            command, env=environment_alone(), capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
-        )
+        done = _run(command, seconds)
     except FileNotFoundError:
         return None, f"{command[0]}: not found"
     except subprocess.TimeoutExpired:
@@ -42,36 +46,28 @@ def output(command: Sequence[str], seconds: float = 20) -> tuple[int | None, str
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-class PythonProbe:
-    """A Python process that fills a dict, to test a framework without importing it in this process.
+Answer = tuple[dict[str, Any] | None, str]
+"""What `ask_python` returns."""
+
+
+def ask_python(code: str, seconds: float = 120) -> Answer:
+    """Test a framework in another Python process, without importing it in this one.
 
     Args:
         code: puts its results into the dict `found`.
+
+    Returns:
+        The dict, or None and the last line of the error.
     """
-
-    def __init__(self, code: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"import json\nfound = {{}}\n{code}\nprint('found:' + json.dumps(found))"],
-            env=environment_alone(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def result(self, seconds: float = 120) -> tuple[dict[str, Any] | None, str]:
-        """The dict, or None and the last line of the error."""
-        try:
-            out, err = self._process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
-            return None, f"no answer within {seconds:.0f} s"
-        answers = [line.removeprefix("found:") for line in out.splitlines() if line.startswith("found:")]
-        if answers:
-            answer: dict[str, Any] = json.loads(answers[-1])
-            return answer, ""
-        return None, (err.strip().splitlines() or [f"ended with status {self._process.returncode}"])[-1]
+    program = f"import json\nfound = {{}}\n{code}\nprint('found:' + json.dumps(found))"
+    try:
+        done = _run([sys.executable, "-c", program], seconds)
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {seconds:.0f} s"
+    answers = [line.removeprefix("found:") for line in done.stdout.splitlines() if line.startswith("found:")]
+    if answers:
+        return json.loads(answers[-1]), ""
+    return None, (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]
 
 
 AT_LEAST = {
@@ -105,7 +101,7 @@ def is_older(version: str, least: str) -> bool:
     >>> is_older("2.9.1", "2.13"), is_older("2.13.0+cpu", "2.13")
     (True, False)
     """
-    numbers = [[int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]] for text in (version, least)]
+    numbers = [[int(digits) for digits in re.findall(r"\d+", text.split("+")[0])[:3]] for text in (version, least)]
     return numbers[0] < numbers[1]
 
 
@@ -126,12 +122,11 @@ def check_packages(framework: str | None, use_horovod: bool) -> list[Finding]:
     needed = {"numpy", "h5py", "tqdm"} | ({framework} if framework else set()) | ({"horovod"} if use_horovod else set())
     findings = []
     for package, here in versions.items():
-        if here is None and package in needed:
-            how = "python -m hvdtrain build-horovod" if package == "horovod" else f"pip install {package}"
-            findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got none", how))
-        elif here is not None and is_older(here, AT_LEAST[package]):
+        if (package in needed) if here is None else is_older(here, AT_LEAST[package]):
             newer = f"pip install '{package}>={AT_LEAST[package]}'"
-            findings.append(problem("packages", f"expected {package} {AT_LEAST[package]} or newer, got {here}", newer))
+            first = "python -m hvdtrain build-horovod" if package == "horovod" else f"pip install {package}"
+            text = f"expected {package} {AT_LEAST[package]} or newer, got {here or 'none'}"
+            findings.append(problem("packages", text, newer if here else first))
     if framework is None and not any(map(installed_version, libraries())):
         findings.append(problem("packages", f"expected {' or '.join(libraries())}, got none", "pip install torch"))
     installed = ", ".join(f"{package} {here}" for package, here in versions.items() if here)
@@ -161,13 +156,13 @@ GPUS = {
 }
 
 
-def start_probes(framework: str | None) -> dict[str, PythonProbe]:
+def start_probes(framework: str | None, pool: Executor) -> dict[str, Future[Answer]]:
     """Start processes that import the framework (None: each that is installed) and Horovod, which takes seconds."""
-    wanted = [framework] if framework else [*libraries()]
-    return {name: PythonProbe(PROBE.format(framework=name, gpu=GPUS.get(name, ""))) for name in wanted if installed_version(name)}
+    installed = [name for name in ([framework] if framework else libraries()) if installed_version(name)]
+    return {name: pool.submit(ask_python, PROBE.format(framework=name, gpu=GPUS.get(name, ""))) for name in installed}
 
 
-def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: int) -> list[Finding]:
+def check_horovod(framework: str, probe: Future[Answer], use_horovod: bool, gpus: int) -> list[Finding]:
     """Whether a framework can be imported and Horovod was built for it, with MPI, Gloo and, where there are GPUs, NCCL.
 
     Args:
@@ -179,8 +174,8 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
     findings = []
     if gpus and not answer["gpus"]:
         cuda = answer["cuda"] or "none"
-        what = f"expected to use the host's {gpus} GPUs, got none ({answer['version']}, built for CUDA {cuda})"
-        findings.append(warning(framework, what, f"install a {framework} with CUDA that the driver supports"))
+        text = f"expected to use the host's {gpus} GPUs, got none ({answer['version']}, built for CUDA {cuda})"
+        findings.append(warning(framework, text, f"install a {framework} with CUDA that the driver supports"))
     rebuild = "python -m hvdtrain build-horovod --force"
     if "error" in answer:
         if installed_version("horovod") is None and not use_horovod:
@@ -192,11 +187,11 @@ def check_horovod(framework: str, probe: PythonProbe, use_horovod: bool, gpus: i
     if not answer["mpi"] and not answer["gloo"]:
         findings.append(problem(about, "expected MPI or Gloo to be built in, got neither", rebuild))
     elif not answer["mpi"]:
-        what = "built without MPI: mpirun and srun --mpi cannot start it"
-        findings.append(warning(about, what, f"horovodrun --gloo, or {rebuild}"))
+        text = "built without MPI: mpirun and srun --mpi cannot start it"
+        findings.append(warning(about, text, f"horovodrun --gloo, or {rebuild}"))
     if gpus and not answer["nccl"]:
-        what = "built without NCCL: gradients are copied through the host's memory"
-        findings.append(warning(about, what, f"HOROVOD_GPU_OPERATIONS=NCCL {rebuild}"))
+        text = "built without NCCL: gradients are copied through the host's memory"
+        findings.append(warning(about, text, f"HOROVOD_GPU_OPERATIONS=NCCL {rebuild}"))
     return findings or [ok(about, f"built with {', '.join(built)}")]
 
 
@@ -253,15 +248,15 @@ def mpi_library(ldd: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """The MPIs of `mpirun`, Horovod and mpi4py, such as 'Open MPI 4.1.4'; 'none' if one is not installed."""
-    probes = {}
+    codes = {}
     if (library := _horovod_mpi_library()) is not None:
-        probes["Horovod"] = PythonProbe(OF_LIBRARY.format(path=library))
+        codes["Horovod"] = OF_LIBRARY.format(path=library)
     if installed_version("mpi4py") is not None:
-        probes["mpi4py"] = PythonProbe(OF_MPI4PY)
+        codes["mpi4py"] = OF_MPI4PY
     programs = {"mpirun": _words(output(["mpirun", "--version"])[1]) if shutil.which("mpirun") else "none"}
-    for name, probe in probes.items():
-        answer, error = probe.result()
-        programs[name] = _words(answer["version"]) if answer else f"unusable: {error}"
+    with ThreadPoolExecutor() as pool:
+        for name, (answer, error) in zip(codes, pool.map(ask_python, codes.values()), strict=True):
+            programs[name] = _words(answer["version"]) if answer else f"unusable: {error}"
     return programs
 
 
@@ -269,32 +264,30 @@ def check_mpi(programs: dict[str, str], launcher: str | None) -> list[Finding]:
     """Whether everything uses the same MPI.
 
     Args:
-        found: the result of `versions`.
+        programs: the result of `versions`.
         launcher: what started this process, as named in comm/launchers.py.
 
     >>> print(check_mpi({"mpirun": "MPICH 4.0.2", "Horovod": "Open MPI 4.1.4"}, None)[0].level)
     problem
     """
     findings = []
-    for name, what in programs.items():
-        if what.startswith("unusable"):
-            how = "python -m hvdtrain build-horovod --force" if name == "Horovod" else "pip install --force-reinstall mpi4py"
-            what = f"expected {name} to load its MPI library, got {what.removeprefix('unusable: ')}"
-            findings.append(problem("MPI", what, how))
-    usable = {name: what for name, what in programs.items() if what != "none" and not what.startswith("unusable")}
+    for name, release in programs.items():
+        if release.startswith("unusable"):
+            fix = "python -m hvdtrain build-horovod --force" if name == "Horovod" else "pip install --force-reinstall mpi4py"
+            text = f"expected {name} to load its MPI library, got {release.removeprefix('unusable: ')}"
+            findings.append(problem("MPI", text, fix))
+    usable = {name: version for name, version in programs.items() if version != "none" and not release.startswith("unusable")}
     if programs["mpirun"] == "none" and launcher is None:
-        what = "mpirun is not in PATH: several ranks need it, or srun, torchrun, horovodrun"
-        findings.append(warning("MPI", what, "apt-get install openmpi-bin, or load your cluster's module"))
-    by_name = {name: what.rpartition(" ")[0] for name, what in usable.items()}
-    by_major = {name: what.split(".")[0] for name, what in usable.items()}
-    all_of = ", ".join(f"{name} of {what}" for name, what in usable.items())
-    if len(set(by_name.values())) > 1:
-        what = f"expected one MPI, got {all_of}: each process would silently run as a separate job"
-        how = "put the mpirun of Horovod's MPI first in PATH, or build Horovod anew for the other"
-        findings.append(problem("MPI", what, how))
-    elif len(set(by_major.values())) > 1:
-        how = "use the mpirun of the MPI that Horovod was built for"
-        findings.append(warning("MPI", f"expected one version, got {all_of}", how))
+        text = "mpirun is not in PATH: several ranks need it, or srun, torchrun, horovodrun"
+        findings.append(warning("MPI", text, "apt-get install openmpi-bin, or load your cluster's module"))
+    all_of = ", ".join(f"{name} of {release}" for name, release in usable.items())
+    if len({release.rpartition(" ")[0] for release in usable.values()}) > 1:
+        text = f"expected one MPI, got {all_of}: each process would silently run as a separate job"
+        fix = "put the mpirun of Horovod's MPI first in PATH, or build Horovod anew for the other"
+        findings.append(problem("MPI", text, fix))
+    elif len({release.split(".")[0] for release in usable.values()}) > 1:
+        fix = "use the mpirun of the MPI that Horovod was built for"
+        findings.append(warning("MPI", f"expected one version, got {all_of}", fix))
     elif usable and not findings:
         findings.append(ok("MPI", all_of))
     return findings
@@ -310,8 +303,8 @@ def check_srun() -> list[Finding]:
     kinds = srun_kinds(said)
     if "pmix" in kinds:
         return [ok("Slurm", "srun --mpi=pmix can start Open MPI processes")]
-    what = f"srun knows --mpi={','.join(kinds)}, but not pmix: Horovod over Open MPI cannot be started by it"
-    return [warning("Slurm", what, "use mpirun inside the allocation")]
+    text = f"srun knows --mpi={','.join(kinds)}, but not pmix: Horovod over Open MPI cannot be started by it"
+    return [warning("Slurm", text, "use mpirun inside the allocation")]
 
 
 def srun_kinds(text: str) -> list[str]:

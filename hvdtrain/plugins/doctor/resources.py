@@ -65,8 +65,8 @@ def check_disk(folder: Path, about: str, needed: int = GIGABYTE) -> Finding:
             os.fsync(file.fileno())
         space = shutil.disk_usage(existing)
     except OSError as error:
-        hint = "free some space, or choose another folder" if error.errno == 28 else "choose a folder that you may write to"
-        return problem(about, f"expected to write to {existing}, got: {error.strerror}", hint)
+        fix = "free some space, or choose another folder" if error.errno == 28 else "choose a folder that you may write to"
+        return problem(about, f"expected to write to {existing}, got: {error.strerror}", fix)
     text = f"{size_text(space.free)} of {size_text(space.total)} free in {existing}"
     if space.free < needed:
         return warning(about, f"expected at least {size_text(needed)}, got {text}", "free some space, or choose another folder")
@@ -97,8 +97,8 @@ def check_limits(files: int, gpus: int, infiniband: bool) -> list[Finding]:
     needed = 1024 if files < 512 else 2 * files + 512
     if resource.RLIM_INFINITY != open_files < needed:
         text = f"expected {needed} open files or more, got {open_files}: sockets of many ranks and HDF files count"
-        more = f"ulimit -n {needed}" if hard == resource.RLIM_INFINITY or hard >= needed else "LimitNOFILE of your cluster"
-        findings.append(warning("open files", text, more))
+        fix = f"ulimit -n {needed}" if hard == resource.RLIM_INFINITY or hard >= needed else "LimitNOFILE of your cluster"
+        findings.append(warning("open files", text, fix))
     memory, _ = resource.getrlimit(resource.RLIMIT_AS)
     if memory != resource.RLIM_INFINITY:
         text = f"ulimit -v is {size_text(memory)}: mapped HDF files count, and CUDA reserves many times the GPU's memory"
@@ -125,7 +125,7 @@ def check_cores(environ: Mapping[str, str], cores: Sequence[int], host_cores: in
     """The cores of this process.
 
     Args:
-        own: the numbers of the cores that this process may use.
+        cores: the numbers of the cores that this process may use.
         host_cores: the number of cores of the host.
         allowed: a container's quota.
 
@@ -232,7 +232,7 @@ def check_gpus(environ: Mapping[str, str], ranks: int) -> tuple[list[Gpu], list[
     names = ", ".join(f"{sum(gpu.name == name for gpu in gpus)} x {name}" for name in dict.fromkeys(gpu.name for gpu in gpus))
     findings = [ok("GPU", f"{names}, driver {gpus[0].driver}" if gpus else "none")]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(gpus) if visible is None else len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    count = len(gpus) if visible is None else len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     if gpus and not count:
         findings.append(warning("GPU", "CUDA_VISIBLE_DEVICES hides all of them", "unset CUDA_VISIBLE_DEVICES"))
     elif ranks > count > 0:
@@ -254,7 +254,7 @@ def parse_gpus(text: str) -> list[Gpu]:
     >>> parse_gpus("0, NVIDIA H100, 535.54, 81559, 3, Default")
     [Gpu(index=0, name='NVIDIA H100', driver='535.54', total=81559, used=3, mode='Default')]
     """
-    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [
         Gpu(int(row[0]), row[1], row[2], _number(row[3]), _number(row[4]), row[5])
         for row in rows

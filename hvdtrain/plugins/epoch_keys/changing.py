@@ -112,7 +112,7 @@ class ChangingEpochs:
         values = {
             feed.name: value
             for feed in feeds
-            if feed.only is None and (value := self._other_data(feed, epoch_keys.keys)) is not None
+            if feed.only is None and (value := self._replacing_value(feed, epoch_keys.keys)) is not None
         }
         self._close_replaced(values)
         copies = {name: self._copy(settings, specs[name]) for name in values if name not in self._opened}
@@ -164,7 +164,7 @@ class ChangingEpochs:
                 self._warned.add(name)
                 log.warning(f"{where}: {name} = {value_text(keys[name])} holds in its epochs, not {origin}'s {value_text(value)}")
 
-    def _other_data(self, feed: Feed, keys: Mapping[str, Any]) -> Any:
+    def _replacing_value(self, feed: Feed, keys: Mapping[str, Any]) -> Any:
         """The value of a dataset's key in an epoch, if it is other data than the config's."""
         value = (keys.get("eval_datasets") or {}).get(feed.name, keys.get(feed.name) if feed.name in DATASETS else None)
         return None if value is None or same_data(value, getattr(self._settings.data, feed.name, None)) else value

@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hvdtrain.config.check import did_you_mean
-from hvdtrain.config.keys import (
-    declared_keys,
-)
+from hvdtrain.config.keys import declared_keys
 from hvdtrain.data.plan.batch_keys import BatchKeys
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.steps import AccumulationKeys

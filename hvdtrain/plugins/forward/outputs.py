@@ -178,8 +178,8 @@ def forward(
         )
         account.check("forward", [used for *_, used in gathered])
         spools = [(path, places) for path, places, *_ in gathered]
-        if (left_out := _left_out(feed, [index for _, places in spools for index, _ in places])) is not None:
-            log.warning(left_out)
+        if (remark := _selection_warning(feed, [index for _, places in spools for index, _ in places])) is not None:
+            log.warning(remark)
         total = sum(len(places) for _, places in spools)
         done = 0
         with closing(_hand_on(feed, spools, callback, keys.output_file, writers)) as work:
@@ -197,7 +197,7 @@ SELECTING = ("partition_epoch", "repeat_epoch", "max_batches", "seq_list_filter_
 """Keys by which an epoch has not each sequence of its dataset once."""
 
 
-def _left_out(feed: Feed, passed_on: Sequence[int]) -> str | None:
+def _selection_warning(feed: Feed, passed_on: Sequence[int]) -> str | None:
     """A warning, if the sequences that are passed on are not those of the dataset, each once."""
     different = len(set(passed_on))
     if len(passed_on) == different == feed.dataset.num_sequences:

@@ -32,13 +32,14 @@ def split_by_sequence(marked: BatchOutputs, batch: Batch) -> list[Outputs]:
         ConfigError: an output has another number of rows, or of frames.
     """
     count = len(batch.indices)
-    known = frozenset(marked.vectors)
+    vectors = frozenset(marked.vectors)
     named = marked.values.items()
     uncut = frozenset(name for name, (values, seq_lens) in named if seq_lens is None and not isinstance(values, list))
-    sequences = [Outputs(known, uncut) for _ in range(count)]
+    sequences = [Outputs(vectors, uncut) for _ in range(count)]
     for name, (values, seq_lens) in named:
         if seq_lens is not None and batch.is_packed:
-            values, seq_lens = _split_packed(name, values, seq_lens), None
+            values = _split_packed(name, values, seq_lens)
+            seq_lens = None
         rows = [marked.array_of(row) for row in values]
         lengths: Sequence[int | None] = [None] * len(rows) if seq_lens is None else seq_lens
         if not len(rows) == len(lengths) == count:
@@ -51,11 +52,7 @@ def split_by_sequence(marked: BatchOutputs, batch: Batch) -> list[Outputs]:
 
 
 def _split_packed(name: str, value: Any, lengths: Sequence[int]) -> list[Any]:
-    """The rows of an output of packed data, whose frames come one sequence after the other.
-
-    Raises:
-        ConfigError: the output has another number of frames.
-    """
+    """The rows of an output of packed data, whose frames come one sequence after the other. Raises: ConfigError."""
     if len(value) != sum(lengths):
         raise ConfigError.of(
             "wrong-result",

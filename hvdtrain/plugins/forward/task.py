@@ -32,7 +32,8 @@ def forward_all(settings: Settings, comm: Communicator | None = None) -> dict[st
     with open_session(settings, "forward", comm) as session:
         began = time.perf_counter()
         [feed] = session.feeds
-        epoch, prefix = max(1, session.progress.epoch), Path(settings.run.model)
+        epoch = max(1, session.progress.epoch)
+        prefix = Path(settings.run.model)
         makers = [maker for make in WRITERS.values() if (maker := make(settings)) is not None]
         keys = settings.of(ForwardKeys)
         steps, means = forward(session.comm, session.learner, session.watchdog, feed, epoch, keys, prefix, makers)

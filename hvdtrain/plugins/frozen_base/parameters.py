@@ -46,15 +46,12 @@ class FrozenBase:
         self.entry: dict[str, Any] | None = None
         self._named: dict[str, torch.nn.Parameter] = {}
         self._sums: list[int] = []
-        if leaves_out:
-            self._leave_out()
-
-    def _leave_out(self) -> None:
-        model = self._model
+        if not leaves_out:
+            return
         self._named = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if not parameter.requires_grad and name not in self._constants
+            if not parameter.requires_grad and name not in constants
         }
         same = {id(parameter) for parameter in self._named.values()}
         aliases = model.named_parameters(remove_duplicate=False)

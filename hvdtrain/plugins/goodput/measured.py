@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from math import sqrt
 from typing import Any
 
@@ -96,14 +97,14 @@ class MeasuredGoodput(Goodput):
         )
 
     def state(self, is_end: bool) -> dict[str, Any]:
-        return self.spent(is_end).state()
+        return asdict(self.spent(is_end))
 
     def entries(self) -> Mapping[str, float]:
         return self.spent().entries()
 
     def record(self) -> Mapping[str, float]:
         spent = self.spent()
-        numbers = {name: value for name, value in spent.state().items() if name != "is_end"}
+        numbers = {name: value for name, value in asdict(spent).items() if name != "is_end"}
         return {"share": round(spent.goodput, 4), **numbers}
 
     def save_interval(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -96,25 +96,21 @@ class Spent:
         """The other seconds, by cause."""
         return {name: float(getattr(self, name)) for name in LOSSES}
 
-    def state(self) -> dict[str, Any]:
-        """As plain numbers."""
-        return asdict(self)
-
     def entries(self) -> dict[str, float]:
-        """The same with its share, for reports."""
+        """The seconds and counts with the useful share, for reports."""
         numbers = {name: round(value, 3) for name, value in {"useful": self.useful, **self.losses()}.items()}
         return {"share": round(self.goodput, 4), **numbers, "saves": self.saves, "starts": self.starts, "failures": self.failures}
 
     @staticmethod
     def from_state(state: Any) -> Spent | None:
-        """What `state` returned; None: it is from an earlier release, or damaged."""
+        """From its numbers by name; None: it is from an earlier release, or damaged."""
         names = {field.name for field in fields(Spent)}
         if not isinstance(state, Mapping) or not state:
             return None
-        known = {name: value for name, value in state.items() if name in names}
-        if not all(isinstance(value, int | float) and isfinite(value) for value in known.values()):
+        stored = {name: value for name, value in state.items() if name in names}
+        if not all(isinstance(value, int | float) and isfinite(value) for value in stored.values()):
             return None
-        return Spent(**known)
+        return Spent(**stored)
 
     def line(self) -> str:
         """The line at the end of a start.

@@ -136,9 +136,8 @@ def check(path: Path, *, everything: bool = False, seconds: float = 1.0) -> Repo
                 "labels": len(stream.labels),
                 "frames": int(dataset.lengths[key].sum(dtype=numpy.int64)),
                 "lengths": spread(dataset.lengths[key]),
+                **stored.get(key, {}),
             }
-            if key in stored:
-                report.keys[key] |= {"storage": stored[key].describe(), "stored_bytes": stored[key].stored}
         report.problems, report.warnings = check_values(path, dataset, everything)
         slow = slow_parts(path, dataset.lengths)
         report.warnings += slow

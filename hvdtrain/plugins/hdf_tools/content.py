@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy
@@ -36,45 +36,19 @@ READ = ("inputs", "labels", "seqLengths", "seqTags", "targets", "streams", "seq_
 """The members of a file's top level that the trainer reads."""
 
 
-@dataclass(frozen=True)
-class Storage:
-    """How the dataset of a data key is stored.
-
-    Attributes:
-        name: of the dataset in the file.
-        dtype: as numpy writes it, such as '>f4' for big-endian numbers.
-        shape: of all frames together.
-        chunks: shape of a chunk; None: the dataset is contiguous.
-        filters: names of the filters that compress or rearrange, in order.
-        stored: size in the file in bytes.
-        native: whether the numbers are in the byte order of this machine.
-        itemsize: size of a number in bytes.
-        offset: first byte in the file, if the dataset is contiguous.
-        unwritten: the number of its chunks that are not in the file.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...] | None
-    filters: tuple[str, ...]
-    stored: int
-    native: bool
-    itemsize: int
-    offset: int | None
-    unwritten: int
-
-    def describe(self) -> str:
-        """Contiguous, or chunks and compression."""
-        if self.chunks is None:
-            return "contiguous"
-        return ", ".join([f"chunks {self.chunks}", *self.filters])
-
-
-def storage(path: Path) -> dict[str, Storage]:
-    """How every data key of a valid file is stored."""
+def storage(path: Path) -> dict[str, dict[str, Any]]:
+    """By data key of a valid file, how it is stored, in words (contiguous, or chunks and compression), and its bytes there."""
+    stored: dict[str, dict[str, Any]] = {}
     with h5py.File(path, "r") as file:
-        return {key: _storage(dataset) for key, dataset in _datasets(file)}
+        for key, dataset in _datasets(file):
+            words = "contiguous" if dataset.chunks is None else ", ".join([f"chunks {dataset.chunks}", *_filters(dataset)])
+            stored[key] = {"storage": words, "stored_bytes": int(dataset.id.get_storage_size())}
+    return stored
+
+
+def _filters(dataset: h5py.Dataset) -> list[str]:
+    """The names of the filters that compress or rearrange, in order."""
+    return [name for _, name in filters_of(dataset)]
 
 
 def slow_parts(path: Path, lengths: Mapping[str, Array]) -> list[str]:
@@ -84,10 +58,10 @@ def slow_parts(path: Path, lengths: Mapping[str, Array]) -> list[str]:
         lengths: by data key, number of frames of every sequence.
     """
     remarks: list[str] = []
-    for key, stored in storage(path).items():
-        frames = lengths[key].mean() if key in lengths and len(lengths[key]) else 0.0
-        remarks += _slow_storage(stored, float(frames))
     with h5py.File(path, "r") as file:
+        for key, dataset in _datasets(file):
+            frames = lengths[key].mean() if key in lengths and len(lengths[key]) else 0.0
+            remarks += _slow_storage(dataset, float(frames))
         tags = h5py.check_string_dtype(file["seqTags"].dtype) if "seqTags" in file else None
         if tags is not None and tags.length is None:
             remarks.append("/seqTags are strings of variable length, which take longer to read than strings of a fixed width")
@@ -129,42 +103,37 @@ def _datasets(file: h5py.File) -> Iterator[tuple[str, h5py.Dataset]]:
             yield key, dataset
 
 
-def _storage(dataset: h5py.Dataset) -> Storage:
-    number = 0
-    if dataset.chunks is not None and not (dataset.external or dataset.is_virtual):
-        number = math.prod(math.ceil(size / chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
-    return Storage(
-        name=dataset.name,
-        dtype="text" if dataset.dtype.kind in "OS" else dataset.dtype.str.lstrip("<|="),
-        shape=tuple(dataset.shape),
-        chunks=dataset.chunks,
-        filters=tuple(name for _, name in filters_of(dataset)),
-        stored=int(dataset.id.get_storage_size()),
-        native=bool(dataset.dtype.isnative),
-        itemsize=dataset.dtype.itemsize,
-        offset=dataset.id.get_offset() if dataset.chunks is None else None,
-        unwritten=number - dataset.id.get_num_chunks() if number else 0,
-    )
+def _num_unwritten(dataset: h5py.Dataset) -> int:
+    """The number of a dataset's chunks that are not in the file."""
+    if dataset.chunks is None or dataset.external or dataset.is_virtual:
+        return 0
+    number = math.prod(math.ceil(size / chunk) for size, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+    return number - int(dataset.id.get_num_chunks()) if number else 0
 
 
-def _slow_storage(stored: Storage, frames: float) -> Iterator[str]:
+def _slow_storage(dataset: h5py.Dataset, frames: float) -> Iterator[str]:
     """The reasons why a dataset is slow to read whose sequences have this mean number of frames."""
-    name, chunks = stored.name, stored.chunks
-    if not stored.native:
-        yield f"{name}: {stored.dtype} is not the byte order of this machine: every read converts numbers"
-    if stored.offset is not None and stored.dtype != "text" and stored.offset % stored.itemsize:
-        yield f"{name}: begins at byte {stored.offset}, not a multiple of {stored.itemsize}: gathering short sequences is slower"
-    if chunks is None or 0 in stored.shape:
+    name = dataset.name
+    chunks = dataset.chunks
+    dtype = dataset.dtype
+    is_text = dtype.kind in "OS"
+    offset = dataset.id.get_offset() if chunks is None else None
+    if not dtype.isnative:
+        yield f"{name}: {dtype.str.lstrip('<|=')} is not the byte order of this machine: every read converts numbers"
+    if offset is not None and not is_text and offset % dtype.itemsize:
+        yield f"{name}: begins at byte {offset}, not a multiple of {dtype.itemsize}: gathering short sequences is slower"
+    if chunks is None or 0 in dataset.shape:
         return
-    chunk_bytes = math.prod(chunks) * stored.itemsize
-    across = math.prod(math.ceil(size / chunk) for size, chunk in zip(stored.shape[1:], chunks[1:], strict=True))
+    frame_shape = dataset.shape[1:]
+    chunk_bytes = math.prod(chunks) * dtype.itemsize
+    across = math.prod(math.ceil(size / chunk) for size, chunk in zip(frame_shape, chunks[1:], strict=True))
     pieces = max(1, math.ceil(frames / chunks[0])) * across
     # A sequence begins anywhere in a chunk: on average it touches (frames - 1) / length + 1 of them along time.
     touched = max(0.0, frames - 1) + chunks[0]
-    excess = touched * math.prod(-(-s // c) * c for s, c in zip(stored.shape[1:], chunks[1:], strict=True))
-    excess /= max(1.0, frames) * math.prod(stored.shape[1:])
+    excess = touched * math.prod(-(-s // c) * c for s, c in zip(frame_shape, chunks[1:], strict=True))
+    excess /= max(1.0, frames) * math.prod(frame_shape)
     if across > 1:
-        features = " x ".join(map(str, stored.shape[1:]))
+        features = " x ".join(map(str, frame_shape))
         yield (
             f"{name}: chunks {chunks} cut the feature axis of {features}: a sequence of {frames:.0f} frames is read from "
             f"{pieces} chunks, which hold {excess:.1f} times as much data"
@@ -172,15 +141,16 @@ def _slow_storage(stored: Storage, frames: float) -> Iterator[str]:
     elif pieces > MANY_CHUNKS:
         yield f"{name}: chunks {chunks} are small: a sequence of {frames:.0f} frames is read from {pieces} chunks"
     if chunk_bytes > LARGE:
-        sequence_bytes = frames * math.prod(stored.shape[1:]) * stored.itemsize
+        sequence_bytes = frames * math.prod(frame_shape) * dtype.itemsize
         yield (
             f"{name}: chunks {chunks} hold {chunk_bytes / LARGE:.1f} MiB, a sequence {sequence_bytes / LARGE:.2f} MiB: "
             "whole chunks are read for each sequence"
         )
-    slow = [filter_name for filter_name in stored.filters if filter_name in ("gzip", "lzf", "szip")]
+    filters = _filters(dataset)
+    slow = [filter_name for filter_name in filters if filter_name in ("gzip", "lzf", "szip")]
     if slow:
         yield f"{name}: {slow[0]} is slow to decompress in random access (zstd, lz4, blosc2 and no compression are faster)"
-    if not set(stored.filters) & set(FILTERS.values()) and stored.dtype != "text":
+    if not set(filters) & set(FILTERS.values()) and not is_text:
         yield f"{name}: chunked but not compressed: it cannot be memory-mapped"
 
 
@@ -210,9 +180,10 @@ def check_values(path: Path, dataset: Dataset, everything: bool) -> tuple[list[s
         if limits is not None and not 0 <= limits[0] <= limits[1] < dim:
             message = f"{path}: expected classes from 0 to {dim - 1} for {key!r}, got {limits[0]} to {limits[1]}"
             (warnings if dim == UNKNOWN_DIM else problems).append(message)
-    for stored in storage(path).values():
-        if stored.unwritten:
-            warnings.append(f"{stored.name}: {stored.unwritten} of its chunks were never written: they are read as zeros")
+    with h5py.File(path, "r") as file:
+        for _, stored in _datasets(file):
+            if unwritten := _num_unwritten(stored):
+                warnings.append(f"{stored.name}: {unwritten} of its chunks were never written: they are read as zeros")
     for key, number in sorted(odd.items()):
         tag = dataset.tags([where[key]])[0]
         warnings.append(f"NaN or infinity for {key!r} in {number} of {len(sample)} checked sequences, the first is {tag!r}")

@@ -125,7 +125,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def copy_remote(spec: DatasetSpec, folder: Path | None, peers: Peers, at_the_end: ExitStack) -> Mapping[str, str]:
     """Collective. By URL of a dataset's remote files, their copies. Raises: DataError."""
-    urls = [path for part in spec.all() for path in part.copied if is_remote(path)]
+    urls = [path for each in spec.all() for path in each.copied if is_remote(path)]
     if not urls:
         return NO_COPIES
     if folder is None:
@@ -199,7 +199,8 @@ def dump(
     if writer is None:
         return ""
     frames = ", ".join(f"{number} frames of {key!r}" for key, number in sorted(writer.num_frames.items()))
-    size, seconds = out.stat().st_size / 1e6, time.monotonic() - began
+    size = out.stat().st_size / 1e6
+    seconds = time.monotonic() - began
     return f"{out}: {writer.num_sequences} sequences, {frames}, {size:.1f} MB in {seconds:.1f} s"
 
 
@@ -232,20 +233,19 @@ def _write(items: Iterator[Item], source: Source, writer: HDFWriter | None, like
     first = next(items, None)
     if first is None:
         return
-    with HDFWriter(path, labels=source.labels, dims=source.dims) as part:
+    with HDFWriter(path, labels=source.labels, dims=source.dims) as rank_writer:
         if like is not None:
-            part.expect(*like)
+            rank_writer.expect(*like)
         for tag, arrays in chain([first], items):
-            part.add(tag, arrays)
+            rank_writer.add(tag, arrays)
 
 
 def _append(writer: HDFWriter, path: Path) -> None:
-    """Add another rank's part, if it wrote one."""
     if path.exists():
-        part = open_hdf([path])
-        for tag, arrays in read_by_index(part, numpy.arange(part.num_sequences), 0, None):
+        share = open_hdf([path])
+        for tag, arrays in read_by_index(share, numpy.arange(share.num_sequences), 0, None):
             writer.add(tag, arrays)
-        part.close()
+        share.close()
 
 
 def _until_failure(items: Iterable[Item], peers: Peers) -> Iterator[Item]:

@@ -311,10 +311,10 @@ class Texts(Numbers):
 
 
 def _read_texts(path: str) -> Iterator[bytes]:
-    rest = b""
+    unfinished = b""
     with open(path, "rb") as collected:
         while block := collected.read(1 << 20):
-            *whole, rest = (rest + block).split(b"\0")
+            *whole, unfinished = (unfinished + block).split(b"\0")
             yield from whole
 
 

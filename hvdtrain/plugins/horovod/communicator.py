@@ -94,7 +94,8 @@ def connect(settings: Settings, stays: bool) -> Connection:
     """
     if "profile_steps" in settings.origins and settings.reduce.horovod_timeline is None:
         this_process.put({"HOROVOD_TIMELINE": "DYNAMIC"})  # starts with the profiler
-    binding, in_sets = library_of(settings.run.backend), settings.reduce.needs_groups
+    binding = library_of(settings.run.backend)
+    in_sets = settings.reduce.needs_groups
     comm = open_horovod(binding, settings.reduce.horovod_timeline, stays, in_sets)
     return comm, peer_failures()  # also around TensorFlow's graphs, whose collectives are not called through `comm`
 

@@ -88,7 +88,8 @@ def gloo_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if job is None:
         return {}
     if job.rank == 0:
-        address, port = "127.0.0.1", serve(job)
+        address = "127.0.0.1"
+        port = serve(job)
     else:
         address = "127.0.0.1" if job.is_on_one_host else address_of(job.hosts[0])
         port = find(job, address)
@@ -170,19 +171,14 @@ def find(job: Job, address: str, timeout: float = RENDEZVOUS_TIMEOUT) -> int:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         for port in job.ports:
-            if _ask(address, port) == job.name.encode():
+            answer = request(address, port, "GET", "/hvdtrain/job", None, timeout=5)
+            if answer is not None and answer[1] == job.name.encode():
                 return port
         time.sleep(0.1)
     raise LaunchError(
         f"Horovod over Gloo: expected rank 0 on {job.hosts[0]} ({address}) to answer on a port from {job.ports[0]} to "
         f"{job.ports[-1]}, got no answer for {timeout:g} s (did rank 0 fail, or does a firewall block the port? MPI needs none)"
     )
-
-
-def _ask(address: str, port: int) -> bytes | None:
-    """The name of the job whose rendezvous server listens on this port; None if there is no server."""
-    answer = request(address, port, "GET", "/hvdtrain/job", None, timeout=5)
-    return None if answer is None else answer[1]
 
 
 def address_of(host: str) -> str:

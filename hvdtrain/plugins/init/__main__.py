@@ -115,7 +115,9 @@ def _with_sizes(text: str, train: str, dev: str | None = None, *_: str) -> str:
     with closing(open_hdf([train])) as dataset:
         if not dataset.num_sequences:
             raise DataError(f"{train}: expected at least one sequence, got none")
-        streams, lengths, first = dataset.streams, dataset.lengths, dataset.sequence(0)
+        streams = dataset.streams
+        lengths = dataset.lengths
+        first = dataset.sequence(0)
     if (
         not streams.keys() >= {"data", "classes"}
         or first["data"].ndim != 2
@@ -137,7 +139,3 @@ def _with_sizes(text: str, train: str, dev: str | None = None, *_: str) -> str:
         line, line.replace('["dev.hdf"]', repr([dev]).replace("'", '"')) if dev else "dev = None  # evaluated after every epoch"
     )
     return text.replace('["train.hdf"]', repr([train]).replace("'", '"'))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -29,12 +29,12 @@ The inputs are determined by evaluating one batch, so the config's data has to b
 
 def main(arguments: list[str] | None = None) -> int:
     """The command `hvdtrain export`; returns its exit status."""
-    given, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
+    words, overrides = split_overrides(sys.argv[1:] if arguments is None else arguments)
     parser = command_parser("export", DESCRIPTION, "", USAGE)
     parser.add_argument("configs", metavar="CONFIG", nargs="+", help="the config of the training")
     parser.add_argument("--epoch", help="the epoch, or 'best', according to best.json (default: the last one that has a model)")
     parser.add_argument("--out", type=Path, help="the folder to write (default: export-EPOCH next to the model)")
-    options = parser.parse_args(given)
+    options = parser.parse_args(words)
     more = ["++task", "eval", *([] if options.epoch is None else ["++load_epoch", options.epoch])]
 
     def work() -> None:

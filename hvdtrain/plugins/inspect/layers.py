@@ -41,7 +41,7 @@ def as_json(layers: Iterable[Layer], shapes: OutputShapes) -> dict[str, Any]:
         `num_trainable` (with those of inner layers), and `output`, a list of shapes, or None if none was recorded.
     """
     rows = [_row(layer, shapes) for layer in layers]
-    totals = [(row["name"], *_own_counts(row)) for row in rows]
+    totals = [(row["name"], *_counts_without_inner(row)) for row in rows]
     for row in rows:
         start = f"{row['name']}." if row["name"] else ""
         inside = [total for total in totals if total[0].startswith(start) or total[0] == row["name"]]
@@ -69,7 +69,7 @@ def _row(layer: Layer, shapes: OutputShapes) -> dict[str, Any]:
     }
 
 
-def _own_counts(row: Mapping[str, Any]) -> tuple[int, int]:
+def _counts_without_inner(row: Mapping[str, Any]) -> tuple[int, int]:
     """The sizes of a layer's parameters, without those of inner layers: of all, and of the trained ones."""
     counts = [(prod(parameter["shape"]), parameter["trainable"]) for parameter in row["parameters"]]
     return sum(count for count, _ in counts), sum(count for count, trained in counts if trained)

@@ -83,8 +83,8 @@ def export_model(model: torch.nn.Module, evaluate: Callable[[], None], folder: P
     """
     state = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
     torch.save(state, folder / STATE)
-    made = f"model = ...  # the {type(model).__qualname__} that the config's get_model makes"
-    load = f'import torch\n\n{made}\nmodel.load_state_dict(torch.load("{STATE}", weights_only=True))\nmodel.eval()'
+    model_code = f"model = ...  # the {type(model).__qualname__} that the config's get_model makes"
+    load = f'import torch\n\n{model_code}\nmodel.load_state_dict(torch.load("{STATE}", weights_only=True))\nmodel.eval()'
     written = [Exported(STATE, None, load)]
     with record_first_call(model) as calls:
         evaluate()
@@ -106,17 +106,13 @@ def export_model(model: torch.nn.Module, evaluate: Callable[[], None], folder: P
 def _program(model: torch.nn.Module, call: Call) -> torch.export.ExportedProgram:
     """The model as a program for inputs of any size, along all axes where the model allows it."""
     args, kwargs = call
-    any_size = torch.utils._pytree.tree_map(
+    any_size, keywords_any_size = torch.utils._pytree.tree_map(
         lambda leaf: dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO) if isinstance(leaf, torch.Tensor) else None,
         (args, kwargs),
     )
+    shapes = dict(inspect.signature(model.forward).bind(*any_size, **keywords_any_size).arguments)  # by forward's parameters
     with torch.no_grad():
-        return torch.export.export(model, args, kwargs, dynamic_shapes=_bind_arguments(model, *any_size), strict=False)
-
-
-def _bind_arguments(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by the names of forward's parameters."""
-    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
 def _onnx(program: torch.export.ExportedProgram, file: Path, sizes: str) -> Exported:
@@ -130,15 +126,15 @@ def _onnx(program: torch.export.ExportedProgram, file: Path, sizes: str) -> Expo
             return Exported(ONNX, "ONNX has no LSTM with projections (proj_size)")
     log.info(f"Writing {file} ...")
     try:
-        made = torch.onnx.export(program, dynamo=True, verbose=False)
-        if made is None:
+        onnx_program = torch.onnx.export(program, dynamo=True, verbose=False)
+        if onnx_program is None:
             return Exported(ONNX, "PyTorch made none")
-        inputs: Any = made.model.graph.inputs
+        inputs: Any = onnx_program.model.graph.inputs
         for value in inputs:
             for axis, size in enumerate(value.shape or ()):
                 if str(size).isdigit():  # PyTorch writes a fixed size as a symbolic one named after the number
                     value.shape[axis] = int(str(size))
-        made.save(str(file), external_data=False)
+        onnx_program.save(str(file), external_data=False)
     except Exception as error:  # such as an unsupported operator or version
         return Exported(ONNX, _describe_error(error))
     feeds = ", ".join(f'"{value.name}": {value.name}' for value in inputs)
@@ -156,19 +152,19 @@ def keep_recurrent_layers_whole() -> Iterator[None]:
     importlib.import_module("torch._dynamo.exc")  # the compiler takes a second, and reads these tables when it is imported
     operators = (GRU, LSTM, *RNNS)
     formulas: Any = torch._decomp.decomposition_table
-    own_kernels = {one: dict(one.py_kernels) for one in operators}
-    own_formulas = {one: formulas[one] for one in operators if one in formulas}
+    own_kernels = {operator: dict(operator.py_kernels) for operator in operators}
+    own_formulas = {operator: formulas[operator] for operator in operators if operator in formulas}
     try:
         formulas.update(dict.fromkeys(own_formulas, _recurrent_shapes))
-        for one, kernels in own_kernels.items():
-            one.py_kernels.update(dict.fromkeys(kernels, _recurrent_shapes))
-            one._dispatch_cache.clear()
+        for operator, kernels in own_kernels.items():
+            operator.py_kernels.update(dict.fromkeys(kernels, _recurrent_shapes))
+            operator._dispatch_cache.clear()
         yield
     finally:
         formulas.update(own_formulas)
-        for one, kernels in own_kernels.items():
-            one.py_kernels.update(kernels)
-            one._dispatch_cache.clear()
+        for operator, kernels in own_kernels.items():
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
 
 
 def _recurrent_shapes(
@@ -207,7 +203,8 @@ def _silence_pytorch() -> Iterator[None]:
 def _describe_inputs(program: torch.export.ExportedProgram) -> str:
     """Describe the inputs of a program: a letter for each size that may differ from the traced batch's, and the fixed sizes."""
     letters: dict[str, str] = {}  # by PyTorch's name of a size
-    inputs, fixed = [], []
+    inputs = []
+    fixed = []
     by_place: dict[str, str] = {}  # x[0]: A
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -236,9 +233,9 @@ def _conditions(guards: Sequence[str], by_place: dict[str, str]) -> list[str]:
         by_place: the replacement for a size, by input and axis such as x[1].
     """
 
-    def replacement(found: re.Match[str]) -> str:
-        name = "_".join(re.findall(r"\w+", found[1]))  # PyTorch's name of a nested input
-        return by_place.get(f"{name}[{found[2]}]", found[0])
+    def replacement(match: re.Match[str]) -> str:
+        name = "_".join(re.findall(r"\w+", match[1]))  # PyTorch's name of a nested input
+        return by_place.get(f"{name}[{match[2]}]", match[0])
 
     sums = [guard for guard in guards if re.search(r"[%*/+]", guard)]
     texts = [re.sub(r"L((?:\[[^]]+\])+)\.size\(\)\[(\d+)\]", replacement, guard) for guard in sums]

@@ -36,12 +36,12 @@ CLOSE_TIMEOUT = 5.0
 
 def serve() -> None:
     """Become a fork server, if the process was started as one: returns in its forks only, which are ranks."""
-    asked = this_process.take(ASKED)
-    if asked is None:
+    request = this_process.take(ASKED)
+    if request is None:
         return
     from multiprocessing.connection import Connection  # here, as are others below: `--help` imports this file
 
-    number, _, modules = asked.partition(":")
+    number, _, modules = request.partition(":")
     name = rename(NAME)
     connection = Connection(int(number))
     try:
@@ -72,12 +72,8 @@ def serve() -> None:
 
 
 def _fork_for_grandparent() -> int:
-    """Fork a process whose parent is this process's parent, if that is a subreaper.
-
-    Returns:
-        Its id; -1: the fork failed. In the new process, 0.
-    """
-    reading, writing = os.pipe()
+    """Fork a process whose parent is this one's, if that is a subreaper; return its id (-1: the fork failed), and there 0."""
+    read_end, write_end = os.pipe()
     between = os.fork()
     if between == 0:
         between = os.getpid()
@@ -86,16 +82,16 @@ def _fork_for_grandparent() -> int:
         except OSError:
             os._exit(1)
         if pid:
-            os.write(writing, str(pid).encode())
+            os.write(write_end, str(pid).encode())
             os._exit(0)
         while os.getppid() == between:  # until it has another parent, which it watches from now on
             time.sleep(0.001)
-        os.close(writing)
+        os.close(write_end)
     else:
-        os.close(writing)
+        os.close(write_end)
         os.waitpid(between, 0)
-        pid = int(os.read(reading, 32) or -1)
-    os.close(reading)
+        pid = int(os.read(read_end, 32) or -1)
+    os.close(read_end)
     return pid
 
 

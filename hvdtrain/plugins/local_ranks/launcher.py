@@ -60,7 +60,7 @@ class Ngpu(Launcher):
 
     def on_success(self) -> None:
         if reports.ENDED in self._environ:
-            reports.report_end(self._environ, self.place.rank)
+            reports.report_file(self._environ[reports.ENDED], self.place.rank).touch()
 
     def on_failure(self, outcome: Outcome, message: str) -> str:
         if outcome.repeatable:

@@ -19,13 +19,13 @@ from hvdtrain.errors import BY_CTRL_C, STOP_SIGNALS, TO_BE_CONTINUED
 from hvdtrain.plugins.local_ranks.fork import ForkedProcess
 from hvdtrain.plugins.local_ranks.fork_server import ForkServer
 from hvdtrain.plugins.local_ranks.reports import (
+    CAUSE,
     ENDED,
     HUNG,
     PARENT,
     PEER_FAILED,
     TIMES,
-    has_ended,
-    report_cause,
+    report_file,
     run_checks,
     variables,
 )
@@ -175,7 +175,9 @@ def _wait(
     def statuses() -> dict[int, int]:
         """Of the processes that have failed so far."""
         ended = {place.rank: child.poll() for place, child in zip(places, children, strict=True)}
-        return {rank: status for rank, status in ended.items() if status or (status == 0 and not has_ended(prefix, rank))}
+        return {
+            rank: status for rank, status in ended.items() if status or (status == 0 and not report_file(prefix, rank).exists())
+        }
 
     while not (failed := statuses()):
         if all(child.returncode == 0 for child in children):
@@ -191,7 +193,7 @@ def _wait(
             if -status not in signals and (how := describe_end(status, oom_kills() > kills_before)) is not None:
                 report(f"rank {rank} of {places[0].size}: {how}\n")
         failed = ended
-        report_cause(prefix)
+        report_file(prefix, CAUSE).touch()
     cut_off = [rank for rank, status in sorted(failed.items()) if -status == signal.SIGBUS]
     for line in dict.fromkeys(line for rank in cut_off for line in run_checks(prefix, rank)):
         report(f"{line}\n")

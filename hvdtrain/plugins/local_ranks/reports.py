@@ -21,6 +21,9 @@ ENDED = "HVDTRAIN_ENDED"
 """The environment variable with the common prefix of the files by which processes report to hvdtrain's launcher that their work
 is done. An exit status of 0 alone does not prove that: code of the config may call `os._exit(0)`."""
 
+CAUSE = "cause"
+"""The file by which the launcher reports to the processes that end because of another one that the cause has been printed."""
+
 TIMES = "HVDTRAIN_TIMES"
 """The environment variable with the times, of the monotonic clock, at which hvdtrain's launcher began, and lost ranks that it
 restarted."""
@@ -44,32 +47,19 @@ def times_in(environ: Mapping[str, str]) -> list[float]:
     return [float(text) + ahead for text in environ[TIMES].split(",")]
 
 
-def report_end(environ: Mapping[str, str], rank: int) -> None:
-    """Report to hvdtrain's launcher that the work of this process is done."""
-    _end_file(environ[ENDED], rank).touch()
-
-
-def has_ended(prefix: str, rank: int) -> bool:
-    """Whether a process has reported that its work is done.
+def report_file(prefix: str, name: str | int) -> Path:
+    """A file by which a process reports to another one that something has happened.
 
     Args:
         prefix: the value of ENDED.
+        name: the rank, whose work is done; or `CAUSE`.
     """
-    return _end_file(prefix, rank).exists()
-
-
-def report_cause(prefix: str) -> None:
-    """Report to the processes that end because of another one that the cause has been printed.
-
-    Args:
-        prefix: the value of ENDED.
-    """
-    _cause_file(prefix).touch()
+    return Path(f"{prefix}.{name}")
 
 
 def wait_for_cause(environ: Mapping[str, str], seconds: float) -> None:
-    """Wait until hvdtrain's launcher has reported that, for some seconds at most."""
-    file = _cause_file(environ[ENDED])
+    """Wait until hvdtrain's launcher has reported that it printed the cause, for some seconds at most."""
+    file = report_file(environ[ENDED], CAUSE)
     deadline = time.monotonic() + seconds
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -80,26 +70,14 @@ def leave_checks(environ: Mapping[str, str], rank: int, checks: Sequence[Check])
 
     The same signal may end the other ranks at the same time, so that none of them could report the cause.
     """
-    write_atomically(_checks_file(environ[ENDED], rank), pickle.dumps(list(checks)))
+    write_atomically(report_file(environ[ENDED], f"{rank}.checks"), pickle.dumps(list(checks)))
 
 
 def run_checks(prefix: str, rank: int) -> Iterator[str]:
     """Run the checks that a process left; yield the messages of those that fail."""
-    path = _checks_file(prefix, rank)
+    path = report_file(prefix, f"{rank}.checks")
     for check in pickle.loads(path.read_bytes()) if path.exists() else ():
         try:
             check.check()
         except HvdtrainError as error:
             yield str(error)
-
-
-def _end_file(prefix: str, rank: int) -> Path:
-    return Path(f"{prefix}.{rank}")
-
-
-def _cause_file(prefix: str) -> Path:
-    return Path(f"{prefix}.cause")
-
-
-def _checks_file(prefix: str, rank: int) -> Path:
-    return Path(f"{prefix}.{rank}.checks")

@@ -102,7 +102,6 @@ def places(keys: LaunchKeys, place: Place) -> list[Place]:
 
 
 def _index_and_count(keys: LaunchKeys, place: Place) -> tuple[int, int]:
-    """The index of this process and the number of processes, from the launcher or from the keys."""
     if keys.dist_world_size is None:
         return place.rank, place.size
     if place.launcher is None:

@@ -130,8 +130,7 @@ def load_model(checkpoint: str | os.PathLike[str], config: ConfigLike | None = N
         if path.is_dir():
             raise CheckpointError(f"checkpoint: expected a model's file, such as {path / 'model.001.pt'}, got the folder {path}")
         config, overrides = _read_start(records_of(prefix_of(path)))
-    with _one_job(), _restored_process(_configs(config)):
-        return _load(read_settings(_configs(config), overrides | {"task": "train"}, CALL), path)
+    return _load_alone(_configs(config), overrides | {"task": "train"}, path)
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class _Job:
         thread = current_thread()
         if self.handles_signals and thread is not main_thread():  # Python sets signal handlers only there
             raise LaunchError(f"handle_signals: expected a call in the main thread, got one in the thread {thread.name!r}")
-        with _one_job(), _restored_process(configs):
+        with _exclusive_job(), _restored_process(configs):
             keys = self.keys if self.ranks in (None, 1) else {**self.keys, "ngpu": self.ranks}
             settings = read_settings(configs, keys, CALL)
             wanted = _ranks_to_start(settings, self.ranks)
@@ -162,7 +161,7 @@ class _Job:
             arguments = {"configs": configs, "keys": {**self.keys, "ngpu": wanted[0].size}}
             returned = call_on_ranks(wanted, f"{__name__}:_on_rank", arguments, restart_rule(settings), self.handles_signals)
             if settings.run.task == "train":
-                returned["model"] = partial(_reload, configs, self.keys, returned["checkpoint"])
+                returned["model"] = partial(_load_alone, configs, self.keys, returned["checkpoint"])
             return returned
 
     def _check_importable(self, configs: Sequence[Config]) -> None:
@@ -247,8 +246,8 @@ def _set_to_evaluate(model: Any) -> Any:
     return getattr(model, "eval", lambda: model)()
 
 
-def _reload(configs: Sequence[Config], keys: Mapping[str, Any], checkpoint: Path) -> Any:
-    with _one_job(), _restored_process(configs):
+def _load_alone(configs: Sequence[Config], keys: Mapping[str, Any], checkpoint: Path) -> Any:
+    with _exclusive_job(), _restored_process(configs):
         return _load(read_settings(configs, keys, CALL), checkpoint)
 
 
@@ -290,7 +289,6 @@ def _configs(config: ConfigLike | None) -> list[Config]:
 
 
 def _keys_of(checkpoint: CheckpointLike | None) -> dict[str, Any]:
-    """The keys that select the model to load."""
     if checkpoint is None:
         return {}
     if isinstance(checkpoint, int) or checkpoint == "best":
@@ -311,7 +309,7 @@ def _ranks_to_start(settings: Settings, ranks: int | None) -> list[Place]:
 
 
 @contextmanager
-def _one_job() -> Iterator[None]:
+def _exclusive_job() -> Iterator[None]:
     """Exclude concurrent jobs, which would share seeds, threads and the log. Raises: LaunchError, if another one is running."""
     if not _BUSY.acquire(blocking=False):
         raise LaunchError(

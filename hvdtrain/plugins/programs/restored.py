@@ -43,7 +43,9 @@ class ToProgram(logging.Handler):
 @contextmanager
 def programs_log() -> Iterator[None]:
     """Restore the configuration of the program's logger `hvdtrain` at the end of a job in its process."""
-    handlers, level, propagate = list(LOGGER.handlers), LOGGER.level, LOGGER.propagate
+    handlers = list(LOGGER.handlers)
+    level = LOGGER.level
+    propagate = LOGGER.propagate
     try:
         yield
     finally:

@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,7 +120,7 @@ def call_on_ranks(
         (folder / "job").write_bytes(pickle.dumps(job))
         reported: list[str] = []
         is_main = threading.current_thread() is threading.main_thread()  # Python sets signal handlers only there
-        with _Log(folder / "log") as log:
+        with _following(folder / "log") as forward:
             status = launch(
                 places,
                 [name],
@@ -128,7 +129,7 @@ def call_on_ranks(
                 program=PROGRAM,
                 signals_to_forward=STOP_SIGNALS if signals and is_main else (),
                 report=reported.append,
-                while_waiting=log.forward,
+                while_waiting=forward,
             )
         if status == 0:
             return pickle.loads((folder / "result").read_bytes())
@@ -150,27 +151,24 @@ def _raise_error(folder: Path, size: int) -> None:
     raise error
 
 
-class _Log:
-    """Follows the file of rank 0's log; a context manager that forwards the rest at its end."""
+@contextmanager
+def _following(path: Path) -> Iterator[Callable[[], None]]:
+    """Yields a function that logs the new lines in the file of rank 0's log; the rest are logged at the end."""
+    path.touch()
+    unfinished = ""
+    with path.open(encoding="utf-8") as file:
 
-    def __init__(self, path: Path) -> None:
-        path.touch()
-        self._file = path.open(encoding="utf-8")
-        self._unfinished = ""
+        def forward() -> None:
+            nonlocal unfinished
+            *lines, unfinished = (unfinished + file.read()).split("\n")
+            for line in lines:
+                level, message = json.loads(line)
+                LOGGER.log(level, "%s", message)
 
-    def __enter__(self) -> _Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.forward()
-        self._file.close()
-
-    def forward(self) -> None:
-        """Log the new lines since the last call."""
-        *lines, self._unfinished = (self._unfinished + self._file.read()).split("\n")
-        for line in lines:
-            level, message = json.loads(line)
-            LOGGER.log(level, "%s", message)
+        try:
+            yield forward
+        finally:
+            forward()
 
 
 class _FileHandler(logging.Handler):

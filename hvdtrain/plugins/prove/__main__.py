@@ -1,4 +1,4 @@
-"""The command `hvdtrain prove CONFIG --ranks 1,2,3`; also `python -m hvdtrain.plugins.prove`.
+"""The command `hvdtrain prove CONFIG --ranks 1,2,3`.
 
 First come the options, the runs and their comparison; then starting the ranks of a run: one rank alone, several under mpirun for
 Horovod, or by hvdtrain itself for torch.distributed; then the report: a table of how far the runs agree, and where and why they
@@ -25,7 +25,7 @@ from hvdtrain.comm import this_process
 from hvdtrain.comm.keys import LaunchKeys
 from hvdtrain.comm.launchers import Place
 from hvdtrain.config.command_line import command_parser, parse_command_line, split_overrides
-from hvdtrain.errors import ConfigError, HvdtrainError, Problem, problem
+from hvdtrain.errors import ConfigError, HvdtrainError, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
 from hvdtrain.plugins.local_ranks.processes import launch
 from hvdtrain.plugins.prove.causes import Case, causes, describe_exchange
@@ -162,7 +162,7 @@ def parse_job(options: argparse.Namespace, wanted: list[str]) -> Job:
     if options.steps < 1:
         problems += problem("out-of-range", f"--steps: expected a positive number, got {options.steps}")
     if options.tolerance is not None and not options.tolerance > 0:
-        problems.append(Problem.of("out-of-range", f"--tolerance: expected a positive number, got {options.tolerance:g}"))
+        problems += problem("out-of-range", f"--tolerance: expected a positive number, got {options.tolerance:g}")
     requested = None if options.transport is None else [word.strip() for word in options.transport.split(",")]
     reasons = {name: unavailable_reason(name, settings.run.backend) for name in requested or TRANSPORTS if name in TRANSPORTS}
     for name in requested or []:
@@ -316,12 +316,10 @@ def describe_gaps(job: Job, first: Record, batches: GlobalBatches) -> str:
         parts.append("dropout")
     if job.settings.reduce.dataset_distribution != "shard":
         parts.append("a different order on each rank")
-    return ", ".join(
-        [
-            *parts,
-            "later epochs, evaluation, buffers such as BatchNorm's averages, a resume on another number of ranks, other hosts",
-        ]
+    parts.append(
+        "later epochs, evaluation, buffers such as BatchNorm's averages, a resume on another number of ranks, other hosts"
     )
+    return ", ".join(parts)
 
 
 def table_lines(first: Record, name: str, cases: Sequence[Case], dropout: bool, batches: GlobalBatches) -> list[str]:
@@ -356,8 +354,9 @@ def difference_lines(case: Case) -> list[str]:
     comparison = case.comparison
     lines = [f"{case.name}: beyond the tolerance of {case.tolerance:g}"]
     if comparison.losses.first is not None:
-        step, name = comparison.losses.first.number, comparison.losses.first.name
-        values = [means(record.losses[step - 1]).get(name) for record in (case.one, case.other)]
+        step = comparison.losses.first.number
+        name = comparison.losses.first.name
+        values = [means(record.losses[step - 1]).get(name) for record in (case.record, case.reference)]
         shown = " instead of ".join("nothing" if value is None else f"{value:.7g}" for value in values)
         lines.append(f"  losses     first in step {step}, {name}: {shown}")
     lines += _parameter_lines("gradients", comparison.gradients)
@@ -375,19 +374,19 @@ def cause_lines(cases: Sequence[Case]) -> list[str]:
         if exchange is not None:
             names.setdefault(("checked", exchange), []).append(case.name)
     lines = []
-    for (kind, what), having in sorted(names.items(), key=lambda item: item[0][0] == "checked"):
-        text = what if len(having) == len(cases) or kind == "checked" else f"{', '.join(having)}: {what}"
+    for (kind, sentence), affected in sorted(names.items(), key=lambda item: item[0][0] == "checked"):
+        text = sentence if len(affected) == len(cases) or kind == "checked" else f"{', '.join(affected)}: {sentence}"
         lines += wrap(f"{kind}: {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return [*lines, ""]
 
 
-def _parameter_lines(what: str, agreement: Agreement) -> list[str]:
+def _parameter_lines(kind: str, agreement: Agreement) -> list[str]:
     first, largest = agreement.first, agreement.largest
     if first is None or largest is None:
         return []
     where = f"update {first.number}" if first.number else "the beginning"
-    when = "after" if what == "weights" and first.number else "in"
-    line = f"  {what:9}  first {when} {where}, {first.name}: {distance_words(first.distance)}"
+    when = "after" if kind == "weights" and first.number else "in"
+    line = f"  {kind:9}  first {when} {where}, {first.name}: {distance_words(first.distance)}"
     if (largest.number, largest.name) != (first.number, first.name):
         line += f"; most in update {largest.number}, {largest.name}: {distance_words(largest.distance)}"
     return [line]
@@ -395,7 +394,3 @@ def _parameter_lines(what: str, agreement: Agreement) -> list[str]:
 
 def _span(counts: Sequence[int]) -> str:
     return f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -154,7 +154,6 @@ def _losses(learner: Learner, batch: Batch, dropout: bool) -> dict[str, float]:
 
 
 def _difference(losses: dict[str, float], reference: dict[str, float]) -> float:
-    """The largest relative difference of a loss or a count of errors."""
     differences = [abs(losses[name] - reference.get(name, 0.0)) / (abs(losses[name]) or 1.0) for name in losses]
     return max(differences, default=0.0)
 
@@ -164,15 +163,15 @@ class Case:
     """Two runs that differ.
 
     Attributes:
-        name: the name of `one`.
-        one, other: the run, and the one that it is compared with.
+        name: the name of the run.
+        record, reference: of the run, and of the one that it is compared with.
         accumulated: a run of one rank on the batches of the ranks of `several`, one after another; None: not tried.
         probe: the results of computing a batch again.
     """
 
     name: str
-    one: Record
-    other: Record
+    record: Record
+    reference: Record
     comparison: Comparison
     tolerance: float
     settings: Settings
@@ -181,8 +180,8 @@ class Case:
 
     @property
     def several(self) -> Record:
-        """The run on several ranks; of two such runs, `one`."""
-        return self.one if self.one.size > 1 else self.other
+        """The run on several ranks; of two such runs, not the reference."""
+        return self.record if self.record.size > 1 else self.reference
 
     @property
     def exchange_agrees(self) -> bool | None:
@@ -207,7 +206,7 @@ def _initial_weights(case: Case) -> Iterator[str]:
 
 
 def _data(case: Case) -> Iterator[str]:
-    for step, (ours, theirs) in enumerate(zip(case.one.data, case.other.data, strict=False), 1):
+    for step, (ours, theirs) in enumerate(zip(case.record.data, case.reference.data, strict=False), 1):
         if ours != theirs:
             yield (
                 f"data: the same sequences of step {step} have different contents: something draws random numbers or counts "
@@ -218,13 +217,15 @@ def _data(case: Case) -> Iterator[str]:
 
 def _counts(case: Case) -> Iterator[str]:
     """The number of a loss's elements is the same on any number of ranks, unless the loss depends on how batches are formed."""
-    if not case.one.losses or not case.other.losses:
+    if not case.record.losses or not case.reference.losses:
         return
-    for name, (_, theirs) in case.other.losses[0].items():
-        _, ours = case.one.losses[0].get(name, (0.0, theirs))
+    size = case.record.size
+    reference_size = case.reference.size
+    for name, (_, theirs) in case.reference.losses[0].items():
+        _, ours = case.record.losses[0].get(name, (0.0, theirs))
         if ours == theirs:
             continue
-        if ours * case.other.size == theirs * case.one.size and ours % case.one.size == 0 and theirs <= case.other.size:
+        if ours * reference_size == theirs * size and ours % size == 0 and theirs <= reference_size:
             yield (
                 f"a mean of means: train_step marks {name} as one number per batch, so that an element of a small batch "
                 "weighs more than one of a large batch (mark one number per element, with reduction='none'; "
@@ -232,13 +233,13 @@ def _counts(case: Case) -> Iterator[str]:
             )
         else:
             yield (
-                f"elements: {name} has {ours:g} elements in step 1 of {ranks_text(case.one.size)}, {theirs:g} in that of "
-                f"{ranks_text(case.other.size)}: are padded frames among them? (select the others with extern_data[...].mask)"
+                f"elements: {name} has {ours:g} elements in step 1 of {ranks_text(size)}, {theirs:g} in that of "
+                f"{ranks_text(reference_size)}: are padded frames among them? (select the others with extern_data[...].mask)"
             )
 
 
 def _rates(case: Case) -> Iterator[str]:
-    for update, (ours, theirs) in enumerate(zip(case.one.rates, case.other.rates, strict=False), 1):
+    for update, (ours, theirs) in enumerate(zip(case.record.rates, case.reference.rates, strict=False), 1):
         if abs(ours - theirs) > 1e-6 * abs(theirs):
             rule = case.settings.reduce.learning_rate_scale
             why = f"horovod_scale_lr = {rule!r}" if rule else "does the config compute it from hvdtrain.size()?"
@@ -267,10 +268,10 @@ def _compression(case: Case) -> Iterator[str]:
 def _gradient_factor(case: Case) -> Iterator[str]:
     if case.comparison.gradients.first is None or case.comparison.gradients.first.number > 1:
         return
-    ratio_found = factor(case.one.gradients, case.other.gradients, case.tolerance)
+    ratio_found = factor(case.record.gradients, case.reference.gradients, case.tolerance)
     if ratio_found is None:
         return
-    ratio = case.other.size / case.one.size
+    ratio = case.reference.size / case.record.size
     averaged = case.settings.reduce.average_gradients and abs(ratio_found - ratio) < case.tolerance
     why = (
         "horovod_avg_grad = True divides gradients by the number of ranks, though the losses are sums: mark them with "
@@ -278,15 +279,15 @@ def _gradient_factor(case: Case) -> Iterator[str]:
         if averaged
         else "is a loss divided by the size of a batch, or multiplied by the number of ranks?"
     )
-    yield f"a factor: all gradients of update 1 are {ratio_found:.6g} times those of {ranks_text(case.other.size)} ({why})"
+    yield f"a factor: all gradients of update 1 are {ratio_found:.6g} times those of {ranks_text(case.reference.size)} ({why})"
 
 
 def _statistics(case: Case) -> Iterator[str]:
-    parts = [part for part in case.one.parts + case.other.parts if part.kind == STATISTICS]
+    parts = [part for part in case.record.parts + case.reference.parts if part.kind == STATISTICS]
     if any(part.type.startswith("SyncBatchNorm") for part in parts):
         return  # of the run with more ranks; on one rank it is a BatchNorm
     parts = list(dict.fromkeys(parts))
-    if parts and case.one.size != case.other.size:
+    if parts and case.record.size != case.reference.size:
         yield (
             f"{name_parts(parts)}: its statistics are those of each rank's own batch (with PyTorch, ++sync_batch_norm 1 takes "
             "them over the batches of all ranks; layer and group normalization have none)"
@@ -298,7 +299,7 @@ def _padding(case: Case) -> Iterator[str]:
     tried = case.probe
     if tried is None or tried.padded <= case.tolerance or tried.repeated > case.tolerance:
         return
-    has_hidden_randomness = tried.other_rank > case.tolerance and not any(part.kind == RANDOM for part in case.one.parts)
+    has_hidden_randomness = tried.other_rank > case.tolerance and not any(part.kind == RANDOM for part in case.record.parts)
     if not has_hidden_randomness:  # with it, more frames would shift the random numbers
         yield (
             f"padding: {MORE_PADDING} more padded frames after the same sequences change the losses by {tried.padded:.2g}: the "
@@ -307,7 +308,7 @@ def _padding(case: Case) -> Iterator[str]:
 
 
 def _random(case: Case) -> Iterator[str]:
-    parts = [part for part in case.one.parts if part.kind == RANDOM]
+    parts = [part for part in case.record.parts if part.kind == RANDOM]
     tried = case.probe
     if parts:
         yield f"{name_parts(parts)}: every rank draws different random numbers (--without-dropout proves the rest)"
@@ -328,10 +329,10 @@ def describe_exchange(case: Case) -> str | None:
     if case.exchange_agrees is None:
         return None
     ranks = ranks_text(case.several.size)
-    what = f"one rank that takes the batches of {ranks} one after another, with their learning rates, computes"
+    subject = f"one rank that takes the batches of {ranks} one after another, with their learning rates, computes"
     if case.exchange_agrees:
-        return f"{what} the same: the exchange between the ranks is right"
-    return f"{what} something else, too"
+        return f"{subject} the same: the exchange between the ranks is right"
+    return f"{subject} something else, too"
 
 
 FINDERS: Sequence[Callable[[Case], Iterator[str]]] = (

@@ -309,5 +309,5 @@ def factor(gradients: Mapping[str, Array], reference: Mapping[str, Array], toler
     if not square or not isfinite(square):
         return None
     ratio = float(ours @ theirs) / square
-    rest = float(numpy.linalg.norm(ours - ratio * theirs))
-    return ratio if ratio and rest <= tolerance * abs(ratio) * sqrt(square) else None
+    residual = float(numpy.linalg.norm(ours - ratio * theirs))
+    return ratio if ratio and residual <= tolerance * abs(ratio) * sqrt(square) else None

@@ -165,35 +165,46 @@ def train(settings: Settings, task: Task, name: str, accumulated: Record | None 
         accumulated: train on the batches of this run's ranks one after another, with its learning rates.
     """
     settings = replace(settings, run=replace(settings.run, model=str(task.folder / "models" / name)))
+    per_step = 1 if accumulated is None else accumulated.size  # batches that a rank takes for one step
     with open_communicator(settings) as comm, silence():
         recorder = Recorder(comm)
+
+        def train_epoch(session: Session, save_steps: int | None, progress: Progress, saver: SaverBase) -> bool:
+            """Train until the end of the epoch, or until the saver stops it; return whether it did."""
+            if not task.dropout:
+                disable_dropout(session.learner)
+            [train, *_] = session.epochs.feeds(session.feeds, session.progress.epoch + 1)
+            feed = replace(train, distribution="shard", only=batches.deal(comm.size * per_step))
+            recorder.learner = session.learner
+            session.learner.observer = recorder.record_gradients
+            limits = _limits_of(settings, session, save_steps)
+            rates = open_rates(settings, comm.size, session.epochs)
+            if accumulated is not None:
+                limits = _accumulate_ranks(limits, accumulated.size)
+                rates = fixed_rates(accumulated.rates, lambda: recorder.updates)
+            opened = replace(session, feeds=[feed], saver=saver, progress=progress)
+            try:
+                Engine(opened, rates, limits, Reporters(), recorder, [recorder.record_weights]).run()
+            except StopTraining:
+                return True
+            return False
+
         with open_session(settings, "dry_run", comm) as session:
             batches = _global_batches(session, task)
-            limits = replace(
-                _limits_of(settings, session), save_steps=session.progress.step + batches.begin * _per_step(accumulated)
-            )
             fresh = Progress(session.progress.step, session.progress.epoch, list(session.progress.history))
-            stopped = _train_epoch(
-                session, settings, task, batches, limits, recorder, fresh, StoppingSaver(session.saver), accumulated
-            )
-        if stopped:
+            is_stopped = train_epoch(session, fresh.step + batches.begin * per_step, fresh, StoppingSaver(session.saver))
+        if is_stopped:
             with open_session(settings, "dry_run", comm) as session:  # loads model, optimizer and position
-                limits = replace(_limits_of(settings, session), save_steps=None)
-                _skip(session.progress, batches, comm.size, _per_step(accumulated))
-                _train_epoch(session, settings, task, batches, limits, recorder, session.progress, SaverBase(), accumulated)
-        record = recorder.record(_per_step(accumulated))
+                _skip(session.progress, batches, comm.size, per_step)
+                train_epoch(session, None, session.progress, SaverBase())
+        record = recorder.record(per_step)
         if comm.rank == 0:
             (task.folder / name).write_bytes(pickle.dumps(record))
 
 
-def _per_step(accumulated: Record | None) -> int:
-    """The number of batches that a rank takes for one step."""
-    return 1 if accumulated is None else accumulated.size
-
-
-def _limits_of(settings: Settings, session: Session) -> TrainingLimits:
+def _limits_of(settings: Settings, session: Session, save_steps: int | None) -> TrainingLimits:
     limits = replace(open_limits(settings, session.epochs), num_epochs=session.progress.epoch + 1, save_minutes=None)
-    return replace(limits, ends_early=lambda _: None, mistake=lambda _: None)
+    return replace(limits, save_steps=save_steps, ends_early=lambda _: None, mistake=lambda _: None)
 
 
 def _skip(progress: Progress, batches: GlobalBatches, size: int, per_step: int) -> None:
@@ -208,40 +219,11 @@ def _skip(progress: Progress, batches: GlobalBatches, size: int, per_step: int) 
         progress.step += skipped * per_step
 
 
-def _train_epoch(
-    session: Session,
-    settings: Settings,
-    task: Task,
-    batches: GlobalBatches,
-    limits: TrainingLimits,
-    recorder: Recorder,
-    progress: Progress,
-    saver: SaverBase,
-    accumulated: Record | None,
-) -> bool:
-    """Collective. Train until the end of the epoch, or until the saver stops it; return whether it did."""
-    if not task.dropout:
-        disable_dropout(session.learner)
-    dealt = batches.deal(session.comm.size if accumulated is None else accumulated.size)
-    [train, *_] = session.epochs.feeds(session.feeds, session.progress.epoch + 1)
-    feed = replace(train, distribution="shard", only=dealt)
-    recorder.learner = session.learner
-    session.learner.observer = recorder.record_gradients
-    rates = open_rates(settings, session.comm.size, session.epochs)
-    if accumulated is not None:
-        limits, rates = _accumulate_ranks(limits, accumulated.size), fixed_rates(accumulated.rates, lambda: recorder.updates)
-    opened = replace(session, feeds=[feed], saver=saver, progress=progress)
-    try:
-        Engine(opened, rates, limits, Reporters(), recorder, [recorder.record_weights]).run()
-    except StopTraining:
-        return True
-    return False
-
-
 def _global_batches(session: Session, task: Task) -> GlobalBatches:
     """Collective. Read the global batches that the first run has written; the first run chooses and writes them."""
     path = task.folder / BATCHES
-    comm, epoch = session.comm, session.progress.epoch + 1
+    comm = session.comm
+    epoch = session.progress.epoch + 1
     if comm.gather(path.exists(), name="prove.batches")[0]:
         batches: GlobalBatches = written(path)
         return batches
@@ -314,7 +296,8 @@ class Recorder(StepLog):
         Args:
             steps_of: the number of batches of a rank that count as one step.
         """
-        comm, learner = self._comm, self.learner
+        comm = self._comm
+        learner = self.learner
         self.record_weights(0, 0, numpy.zeros(0))
         checksums = {name: zlib.crc32(values.tobytes()) for name, values in learner.state.named_parameters()}
         by_rank = comm.gather(checksums, name="prove.weights")
@@ -353,11 +336,6 @@ T = TypeVar("T")
 
 
 def _by_step(by_rank: Sequence[Sequence[T]], count: int) -> list[list[T]]:
-    """By step, the values of all ranks.
-
-    Args:
-        by_rank: for each rank, the values of its batches.
-        count: the number of batches of a rank that count as one step.
-    """
+    """By step, the values of all ranks, from those of each rank's batches, of which `count` are one step."""
     steps = -(-len(by_rank[0]) // count)
     return [[value for rank in by_rank for value in rank[step * count : (step + 1) * count]] for step in range(steps)]

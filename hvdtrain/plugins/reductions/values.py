@@ -43,8 +43,8 @@ def reduce_values(value: T, op: Literal["sum", "average", "min", "max"] = "sum",
         raise ConfigError.of(
             "unknown-value", f"all_reduce: expected 'sum' or 'average' for a tensor, got {op!r} (numpy arrays support it)"
         )
-    what = {"the operation": op, "the value": "a number" if is_number else _describe(value, is_array)}
-    check_alike(comm, "all_reduce", what, of=f"{name}: ")
+    compared = {"the operation": op, "the value": "a number" if is_number else _describe(value, is_array)}
+    check_alike(comm, "all_reduce", compared, of=f"{name}: ")
     if is_number:
         return _reduce_numbers(comm.gather(value, name=name), op)  # type: ignore[no-any-return]
     if is_array:

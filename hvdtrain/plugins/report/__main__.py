@@ -1,4 +1,4 @@
-"""The command `hvdtrain report FOLDER...`: an HTML page about one or several trainings; also `python -m hvdtrain.report`."""
+"""The command `hvdtrain report FOLDER...`: an HTML page about trainings; also `python -m hvdtrain.plugins.report`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ def _folder(text: str) -> Path:
 
 
 def _write(folders: list[Path], out: Path, pictures: Path | None) -> list[Path]:
-    """Write the page and the pictures; return their paths."""
     from hvdtrain.plugins.report import page
     from hvdtrain.plugins.report.project import read_project
 

@@ -78,13 +78,14 @@ class Labels:
 def card(folder: Path, labels: Labels) -> str:
     """The card of the best model in a folder. Raises: DataError, if the folder has no scores."""
     [run] = read_runs([folder])
-    start = run.starts[-1] if run.starts else {}
+    if not run.epochs:
+        raise DataError(f"{folder}: expected at least one finished epoch, got none")
     name = labels.name or folder.resolve().name
     epoch, checkpoint = _best(folder, run)
     [line] = [line for line in run.epochs if line["epoch"] == epoch]
     metadata = _metadata(name, labels, run, line["scores"])
-    parts = [f"---\n{_yaml(metadata)}---", f"# {name}", _introduction(run, start, epoch), *_scores(run, line)]
-    parts += [*_data(run, line), *_training(run, start), *_loading(checkpoint, start)]
+    parts = [f"---\n{_yaml(metadata)}---", f"# {name}", _introduction(run, epoch), *_scores(run, line)]
+    parts += [*_data(run, line), *_training(run), *_loading(checkpoint, run.start)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -104,9 +105,8 @@ def check(text: str) -> None:
 
 def _best(folder: Path, run: Run) -> tuple[int, str | None]:
     """The best epoch that has scores, and its model's file, if that exists."""
-    measure = run.measure
-    best = None if measure is None else run.best(measure)
-    epoch = int(run.epochs[-1]["epoch"]) if best is None else int(best[0])
+    best = run.best(run.measure)
+    epoch = int(run.last["epoch"]) if best is None else int(best[0])
     prefix = Path(str(run.setting("model") or "*")).name
     files = sorted(
         path.name for path in models_of(folder).glob(f"{prefix}.{epoch:03d}.*") if path.suffix in (".pt", ".npz", ".safetensors")
@@ -116,22 +116,20 @@ def _best(folder: Path, run: Run) -> tuple[int, str | None]:
 
 
 def _metadata(name: str, labels: Labels, run: Run, scores: Mapping[str, float]) -> dict[str, Any]:
-    task = labels.task or UNKNOWN_TASK
-    results = []
-    for dataset, values in _by_dataset(scores):
-        results.append(
-            {
-                "task": {"type": task},
-                "dataset": {"type": labels.dataset or _class_of(run, dataset), "name": f"{labels.dataset or name} ({dataset})"},
-                "metrics": [{"type": score, "value": value, "name": f"{dataset} {score}"} for score, value in values.items()],
-            }
-        )
-    known = {"license": labels.license, "language": list(labels.language), "pipeline_tag": labels.task}
-    known |= {"datasets": [labels.dataset] if labels.dataset else []}
+    results = [
+        {
+            "task": {"type": labels.task or UNKNOWN_TASK},
+            "dataset": {"type": labels.dataset or _class_of(run, dataset), "name": f"{labels.dataset or name} ({dataset})"},
+            "metrics": [{"type": score, "value": value, "name": f"{dataset} {score}"} for score, value in values.items()],
+        }
+        for dataset, values in _by_dataset(scores)
+    ]
+    given = {"license": labels.license, "language": list(labels.language), "pipeline_tag": labels.task}
+    given |= {"datasets": [labels.dataset] if labels.dataset else []}
     return {
         "library_name": "hvdtrain",
         "tags": ["hvdtrain", str(run.setting("backend") or "torch")],
-        **{entry: value for entry, value in known.items() if value},
+        **{entry: value for entry, value in given.items() if value},
         "model-index": [{"name": name, "results": results}],
     }
 
@@ -147,18 +145,18 @@ def _by_dataset(scores: Mapping[str, float]) -> Iterator[tuple[str, dict[str, fl
 
 
 def _class_of(run: Run, dataset: str) -> str:
-    """The class of a dataset, as the config names it."""
     value = run.setting(dataset) or (run.setting("eval_datasets") or {}).get(dataset)
     return str(value["class"]) if isinstance(value, dict) and "class" in value else "custom"
 
 
-def _introduction(run: Run, start: Mapping[str, Any], epoch: int) -> str:
-    size = start.get("num_parameters")
+def _introduction(run: Run, epoch: int) -> str:
+    size = run.start.get("num_parameters")
     with_size = f" with {size:,.0f} parameters" if size else ""
     framework = {"torch": "PyTorch", "tensorflow": "TensorFlow"}.get(str(run.setting("backend") or "torch"), "TensorFlow")
+    version = run.start.get("versions", {}).get("hvdtrain", __version__)
     return (
-        f"A model for {framework}{with_size}, trained with hvdtrain {start.get('versions', {}).get('hvdtrain', __version__)}. "
-        f"These are the weights after epoch {epoch} of {run.epochs[-1]['epoch']}."
+        f"A model for {framework}{with_size}, trained with hvdtrain {version}. "
+        f"These are the weights after epoch {epoch} of {run.last['epoch']}."
     )
 
 
@@ -178,9 +176,7 @@ def _data(run: Run, line: Mapping[str, Any]) -> Iterator[str]:
     count = line.get("num_sequences")
     if count is not None:
         yield f"An epoch of training had {count:,.0f} sequences."
-    start = run.starts[-1] if run.starts else {}
-    settings = start.get("settings", {})
-    values = {name: settings.get(name, ("None", ""))[0] for name in ("train", "dev", "eval", "eval_datasets")}
+    values = {name: run.settings.get(name, ("None", ""))[0] for name in ("train", "dev", "eval", "eval_datasets")}
     rows = [f"| `{name}` | `{_cell(value)}` |" for name, value in values.items() if value not in ("None", "{}")]
     if rows:
         yield "\n".join(["| key | dataset |", "|---|---|", *rows])
@@ -192,7 +188,8 @@ def _cell(text: str, most: int = 300) -> str:
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
-def _training(run: Run, start: Mapping[str, Any]) -> Iterator[str]:
+def _training(run: Run) -> Iterator[str]:
+    start = run.start
     if not start:
         return
     yield "## Training"
@@ -219,7 +216,8 @@ def _commit(start: Mapping[str, Any]) -> str | None:
     changed = []
     for path, text in start.get("texts", {}).items():
         with suppress(OSError, subprocess.SubprocessError):
-            folder, name = Path(start.get("directory", "."), path).parent, Path(path).name
+            folder = Path(start.get("directory", "."), path).parent
+            name = Path(path).name
             command = ["git", "-C", str(folder), "show", f"{commit}:./{name}"]
             shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
             if shown.returncode or shown.stdout != text:

@@ -19,6 +19,9 @@ from hvdtrain.runtime.timer import duration_text
 SILENT = 120.0
 """Seconds without progress that the page mentions."""
 
+EARLY = ("stopped", "failed", "lost")
+"""The states of a training that ended early."""
+
 MIN_LOST = 0.1
 """The least share of the time that is worth a sentence."""
 
@@ -38,19 +41,17 @@ def state_text(run: Run) -> str:
     return state.name + (f", no news for {_minutes(state.silence)}" if is_silent else "")
 
 
-def band(run: Run, with_name: bool) -> str:
+def band(run: Run) -> str:
     """A line on why a training ended early; '' for others."""
     state = run.state
-    if state.name not in ("stopped", "failed", "lost"):
+    if state.name not in EARLY:
         return ""
     by = f" · {state.time}" + (f" · {state.by}" if state.by not in ("", "rank 0") else "") if state.time else ""
-    name = f"{run.name}: " if with_name else ""
-    title, whole = headline(run), reason(run)
-    rest = f"<details><summary>the whole message</summary><pre>{escape(whole)}</pre></details>" if title != whole.strip() else ""
-    return (
-        f"<div class='band {state.name}'><b>{escape(name)}{state.name}</b> {escape(title)}"
-        f"<span class=note>{escape(by)}</span>{rest}</div>"
-    )
+    shown = headline(run)
+    message = reason(run)
+    details = f"<details><summary>the whole message</summary><pre>{escape(message)}</pre></details>"
+    folded = details if shown != message.strip() else ""
+    return f"<div class='band {state.name}'><b>{state.name}</b> {escape(shown)}<span class=note>{escape(by)}</span>{folded}</div>"
 
 
 def reason(run: Run) -> str:
@@ -80,11 +81,10 @@ def _minutes(seconds: float) -> str:
 
 def concern(run: Run) -> str | None:
     """What is wrong with a training, in a sentence: that it diverged or gets no better, or where it loses most of its time."""
-    last = run.epochs[-1] if run.epochs else {}
+    last = run.last
     if last.get("diverged"):
         return f"diverged: {short(run.measure or '')} {float(last['scores'].get(run.measure, nan)):.4g} in epoch {last['epoch']}"
-    remarks = [share_and_text for share_and_text in (_slow_rank(run), _data_wait(run), _lost_time(run)) if share_and_text]
-    share, text = max(remarks, default=(0.0, ""))
+    share, text = max(filter(None, (_slow_rank(run), _data_wait(run), _lost_time(run))), default=(0.0, ""))
     if share >= MIN_LOST or (text and not _stale(run)):
         return text
     return _stale(run)
@@ -103,7 +103,6 @@ def _slow_rank(run: Run) -> tuple[float, str] | None:
 
 
 def _data_wait(run: Run) -> tuple[float, str] | None:
-    """The share of the time in which ranks waited for data."""
     ranks = [rank for epoch in run.epochs for rank in epoch.get("seconds") or []]
     whole = sum(sum(rank.values()) for rank in ranks)
     share = sum(rank.get("data wait", 0.0) for rank in ranks) / whole if whole else 0.0
@@ -119,7 +118,7 @@ OTHER_NUMBERS = ("share", "saves", "starts", "failures")
 
 def _lost_time(run: Run) -> tuple[float, str] | None:
     """What took the largest share of the training's time, except for steps and waiting for data."""
-    goodput: Mapping[str, float] = (run.epochs[-1].get("goodput") or {}) if run.epochs else {}
+    goodput: Mapping[str, float] = run.last.get("goodput") or {}
     whole = sum(value for name, value in goodput.items() if name not in OTHER_NUMBERS)
     name = max(LOST, key=lambda name: goodput.get(name, 0.0))
     share = goodput.get(name, 0.0) / whole if whole else 0.0
@@ -127,8 +126,8 @@ def _lost_time(run: Run) -> tuple[float, str] | None:
 
 
 def _stale(run: Run) -> str | None:
-    best = run.best(run.measure) if run.measure else None
-    since = run.epochs[-1]["epoch"] - best[0] if best else 0
+    best = run.best(run.measure)
+    since = run.last["epoch"] - best[0] if best else 0
     if best is None or since < max(MIN_STALE, len(run.epochs) / 5):
         return None
     return f"no better {short(run.measure or '')} for {since} epochs (best: epoch {best[0]})"
@@ -147,7 +146,7 @@ def wanted_epochs(run: Run) -> int | None:
 
 def epochs_done(run: Run) -> float:
     """The number of finished epochs, plus the share of the current one if steps are logged."""
-    finished = run.epochs[-1]["epoch"] if run.epochs else 0
+    finished: int = run.last.get("epoch", 0)
     last = run.steps[-1] if run.steps else None
     return max(finished, last["epoch"] - 1 + float(last["progress"])) if last else finished
 
@@ -162,9 +161,9 @@ def seconds_left(run: Run) -> float | None:
 
 def num_ranks(run: Run) -> int:
     """The number of ranks of the last epoch."""
-    if run.epochs and run.epochs[-1].get("seconds"):
-        return len(run.epochs[-1]["seconds"])
-    return len(run.starts[-1].get("hosts") or ()) if run.starts else 1
+    if seconds := run.last.get("seconds"):
+        return len(seconds)
+    return len(run.start.get("hosts") or ()) if run.starts else 1
 
 
 def improvement(run: Run, name: str) -> tuple[float, int] | None:
@@ -179,23 +178,25 @@ def improvement(run: Run, name: str) -> tuple[float, int] | None:
 def tiles(run: Run) -> str:
     """The most important numbers of a training, in large type; first those that the first screen of a phone has room for."""
     tiles = []
-    best = run.best(run.measure) if run.measure else None
+    best = run.best(run.measure)
     if run.measure and best:
         change = improvement(run, run.measure)
         note = f"epoch {best[0]}" + (f", {signed(change[0])} against epoch {change[1]}" if change else "")
         tiles.append(tile(f"best {short(run.measure)}", f"{best[1]:.4g}", note, "" if run.state.is_bad else "best"))
-    wanted, done = wanted_epochs(run), run.epochs[-1]["epoch"] if run.epochs else 0
+    wanted = wanted_epochs(run)
+    done = run.last.get("epoch", 0)
     share = min(1.0, epochs_done(run) / wanted) if wanted is not None else None
-    left = seconds_left(run)
+    remaining = seconds_left(run)
     bar = _bar(share) if share is not None else ""
-    if left is not None:
-        ends = time.strftime("%H:%M" if left < 72000 else "%a %H:%M", time.localtime(time.time() - run.state.silence + left))
-        tiles.append(tile("left", duration_text(left), f"ends {ends}; epoch {done + 1} of {wanted}", "", bar))
+    if remaining is not None:
+        form = "%H:%M" if remaining < 72000 else "%a %H:%M"
+        ends = time.strftime(form, time.localtime(time.time() - run.state.silence + remaining))
+        tiles.append(tile("left", duration_text(remaining), f"ends {ends}; epoch {done + 1} of {wanted}", "", bar))
     else:
         tiles.append(tile("epochs", f"{done}", f"of {wanted}" if wanted is not None else "", "", bar))
     wrong = concern(run)
     tiles.append(tile("to look at", wrong or "nothing found", "", "wrong" if wrong else "quiet"))
-    goodput: Mapping[str, float] = (run.epochs[-1].get("goodput") or {}) if run.epochs else {}
+    goodput: Mapping[str, float] = run.last.get("goodput") or {}
     of_epochs = sum(seconds_of(epoch) for epoch in run.epochs)
     parts = [f"{of_epochs / len(run.epochs):.3g} s per epoch"] if run.epochs else []
     parts += [f"{len(run.starts)} starts"] if len(run.starts) > 1 else []
@@ -210,11 +211,11 @@ def tiles(run: Run) -> str:
         tiles.append(tile("computing", f"{share:.1%}", "of the training time", "", _bar(share)))
     if (useful := goodput.get("share")) is not None:
         tiles.append(tile("goodput", f"{useful:.1%}", "of the time, starts included", "", _bar(useful)))
-    flops: Mapping[str, float] = (run.epochs[-1].get("flops") or {}) if run.epochs else {}
+    flops: Mapping[str, float] = run.last.get("flops") or {}
     if flops.keys() >= {"step", "peak", "share"}:
         note = f"of {flops['peak'] / 1e9:,.3g} GFLOP/s; {flops['step'] / 1e9:,.3g} GFLOP a step"
         tiles.append(tile("of the measured peak", f"{flops['share']:.1%}", note, "", _bar(flops["share"])))
-    size = run.starts[-1].get("num_parameters") if run.starts else None
+    size = run.start.get("num_parameters")
     if isinstance(size, int):
         tiles.append(tile("parameters", _count(size), ""))
     return f"<div class=tiles>{''.join(tiles)}</div>"
@@ -255,36 +256,33 @@ def overview_of_several(runs: Sequence[Run]) -> str:
     order = ("running", "finished", "stopped", "ended", "failed", "lost")
     tiles = [tile("trainings", str(len(runs)), ", ".join(f"{counts[name]} {name}" for name in order if counts[name]))]
     measure = next((run.measure for run in runs if run.measure), None)
-    known = [(run, best) for run in runs if measure is not None and (best := run.best(measure)) is not None]
-    if measure is not None and known:
+    with_best = [(run, best) for run in runs if (best := run.best(measure)) is not None]
+    if measure is not None and with_best:
         sign = -1 if any(run.is_higher_better(measure) for run in runs) else 1
-        run, best = min(known, key=lambda pair: sign * pair[1][1])
+        run, best = min(with_best, key=lambda pair: sign * pair[1][1])
         usual = runs[baseline(runs)]
         base = usual.best(measure)
         change = f", {signed(best[1] - base[1])} against {usual.name}" if base is not None and run is not usual else ""
         note = f"{run.name}, epoch {best[0]}{change}"
         tiles.insert(0, tile(f"best {short(measure)}", f"{best[1]:.4g}", note, "" if run.state.is_bad else "best"))
-    left = [(seconds, run) for run in runs if (seconds := seconds_left(run)) is not None]
-    if left:
-        seconds, run = max(left, key=lambda pair: pair[0])
+    remaining = [(seconds, run) for run in runs if (seconds := seconds_left(run)) is not None]
+    if remaining:
+        seconds, run = max(remaining, key=lambda pair: pair[0])
         tiles.append(tile("left", duration_text(seconds), f"until {run.name} ends"))
-    lines = [f"<li>{badge(run)} {escape(run.name)}: {escape(headline(run))}</li>" for run in runs if _is_early(run)]
+    early = [run for run in runs if run.state.name in EARLY and reason(run)]
+    lines = [f"<li>{badge(run)} {escape(run.name)}: {escape(headline(run))}</li>" for run in early]
     lines += [f"<li>{escape(run.name)}: {escape(text)}</li>" for run in runs if not run.state.is_bad and (text := concern(run))]
-    first, rest = lines[:SHOWN], lines[SHOWN:]
-    more = f"<details><summary>{len(rest)} more</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
+    shown, hidden = lines[:SHOWN], lines[SHOWN:]
+    more = f"<details><summary>{len(hidden)} more</summary><ul>{''.join(hidden)}</ul></details>" if hidden else ""
     look = "failed" if any(run.state.is_bad for run in runs) else "stopped"
-    wrong = f"<div class='band {look}'><ul>{''.join(first)}</ul>{more}</div>" if first else ""
+    wrong = f"<div class='band {look}'><ul>{''.join(shown)}</ul>{more}</div>" if shown else ""
     return f"<div class=tiles>{''.join(tiles)}</div>{wrong}"
 
 
 def baseline(runs: Sequence[Run]) -> int:
     """The number of the training with which others are compared if the reader chooses none: the first that has a best epoch."""
-    return next((number for number, run in enumerate(runs) if run.measure and run.best(run.measure)), 0)
+    return next((number for number, run in enumerate(runs) if run.best(run.measure)), 0)
 
 
 SHOWN = 4
 """The most sentences on the first screen about what is wrong."""
-
-
-def _is_early(run: Run) -> bool:
-    return run.state.name in ("failed", "lost", "stopped") and bool(reason(run))

@@ -109,9 +109,7 @@ def content(runs: list[Run], title: str = "") -> dict[str, Any]:
         late = _straggler_list(chapter.run) if chapter.run is not None else ""
         grid = f"<div class=grid>{cards}</div>{late}"
         if chapter.is_folded:
-            sections[f"{chapter.name}-"] = (
-                f"<details class=folded id={chapter.name}><summary>{escape(chapter.title)}</summary>{grid}</details>"
-            )
+            sections[f"{chapter.name}-"] = _folded(chapter.title, grid, look=f"folded id={chapter.name}")
         else:
             sections[f"{chapter.name}-"] = _section(chapter.title, chapter.before + grid, chapter.name)
     sections |= {f"{name}-": html for name, html in parts.items()}
@@ -138,7 +136,7 @@ def page(runs: list[Run], title: str = "", *, live: bool = False) -> str:
     """
     shown = content(runs, title)
     here = Path(__file__).parent
-    script = own_script()
+    script = page_script()
     packed, _ = plotly_script()
     sections = "\n".join(f"<section id={name}>{html}</section>" for name, html in shown["sections"].items())
     data = _json({name: value for name, value in shown.items() if name != "sections"})
@@ -172,14 +170,14 @@ def write_page(folder: Path, status: Status) -> Path | None:
     return folder / "report.html"
 
 
-def own_script() -> str:
+def page_script() -> str:
     """The page's own script."""
     return (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
 
 
 def policy() -> str:
     """The page's content security policy. Raises: ConfigError, if plotly is not installed."""
-    return POLICY.format(scripts=f"{checksum_of(own_script())} {plotly_script()[1]}")
+    return POLICY.format(scripts=f"{checksum_of(page_script())} {plotly_script()[1]}")
 
 
 def checksum_of(script: str) -> str:
@@ -213,6 +211,10 @@ def _section(title: str, html: str, name: str) -> str:
     return f"<h2 id={name}>{escape(title)}<a class=link href='#{name}' title='link to this chapter'>#</a></h2>{html}"
 
 
+def _folded(title: str, html: str, *, look: str = "card", is_open: bool = False) -> str:
+    return f"<details class={look}{' open' if is_open else ''}><summary>{escape(title)}</summary>{html}</details>"
+
+
 def _card(figure: Figure) -> str:
     switch = "<button class=switch type=button aria-pressed=false>share</button>" if figure.bars else ""
     note = f"<span class=note>{escape(figure.note)}</span>" if figure.note else ""
@@ -223,9 +225,9 @@ def _card(figure: Figure) -> str:
     )
     choices = ""
     if figure.scatter is not None:
-        for what, options in (("key", figure.scatter.keys), ("score", figure.scatter.scores)):
+        for axis, options in (("key", figure.scatter.keys), ("score", figure.scatter.scores)):
             entries = "".join(f"<option>{escape(option)}</option>" for option in options)
-            choices += f"<label class=note>{what} <select data-choose={what}>{entries}</select></label>"
+            choices += f"<label class=note>{axis} <select data-choose={axis}>{entries}</select></label>"
     return (
         f"<figure class='card{' wide' if figure.wide else ''}' id='{name}'>"
         f"<figcaption><b>{escape(figure.title)}</b> {note}{choices}<button type=button class=beyond hidden></button>{buttons}"
@@ -241,10 +243,9 @@ def figure_id(figure: Figure) -> str:
 
 def _header(runs: list[Run], title: str) -> str:
     is_single = len(runs) == 1
-    start = runs[0].starts[-1] if is_single and runs[0].starts else {}
     times = [start["time"] for start in runs[0].starts if start.get("time")] if is_single else []
     facts = [f"started {times[0]}"] + [f"last {time}" for time in times[1:][-1:]] if times else []
-    hosts = _hosts(start)
+    hosts = _hosts(runs[0].start) if is_single else ""
     facts += [hosts] if hosts else []
     state = f" {overview.badge(runs[0])}" if is_single else ""
     controls = (
@@ -253,7 +254,7 @@ def _header(runs: list[Run], title: str) -> str:
         + "</span><button type=button id=log aria-pressed=false>log scale</button><span id=live></span></div>"
     )
     line = f"<p class=note>{escape(' · '.join(facts))}</p>" if facts else ""
-    band = overview.band(runs[0], with_name=False) if is_single else ""
+    band = overview.band(runs[0]) if is_single else ""
     return f"<header><div><h1>{escape(title)}{state}</h1>{line}</div>{controls}</header>{band}"
 
 
@@ -268,21 +269,17 @@ def _hosts(start: Mapping[str, Any]) -> str:
 
 
 def _straggler_list(run: Run) -> str:
-    """A list of the epochs in which a rank held up the others."""
     late_lines = [(epoch["epoch"], straggler_line(epoch.get("seconds") or [])) for epoch in run.epochs]
     lines = [f"<li>epoch {epoch}: {escape(late)}</li>" for epoch, late in late_lines if late]
     if overview.num_ranks(run) < 2:
         return ""
     if not lines:
         return "<p class=note>No rank held the others up: none was at least 15 % slower than the others.</p>"
-    return (
-        f"<details class='card late'{' open' if len(lines) <= 5 else ''}><summary>Ranks that held the others up ({len(lines)} "
-        + (f"epoch{'s' if len(lines) > 1 else ''})</summary><ul>{''.join(lines)}</ul></details>")
-    )
+    title = f"Ranks that held the others up ({len(lines)} epoch{'s' if len(lines) > 1 else ''})"
+    return _folded(title, f"<ul>{''.join(lines)}</ul>", look="'card late'", is_open=len(lines) <= 5)
 
 
 def _epochs(runs: list[Run]) -> str:
-    """A table of all epochs of each run."""
     tables = []
     for number, run in enumerate(runs if len(runs) <= MANY_RUNS else []):
         has_sent = any("sent" in epoch for epoch in run.epochs) and overview.num_ranks(run) > 1
@@ -303,18 +300,15 @@ def _epochs(runs: list[Run]) -> str:
         heads += ["sent by a rank"] if has_sent else []
         title = f"Epochs of {run.name}" if len(runs) > 1 else "All epochs"
         tools = f"<div class=tools><button type=button data-csv='epochs-{number}'>CSV</button></div>"
-        table = tools + f"<div id='epochs-{number}'>{_table(heads, rows)}</div>"
-        is_open = " open" if len(runs) == 1 and len(rows) <= 24 else ""
+        table = f"<div class=scroll>{tools}<div id='epochs-{number}'>{_table(heads, rows)}</div></div>"
         if rows:
-            tables.append(
-                f"<details class=card{is_open}><summary>{escape(title)}</summary><div class=scroll>{table}</div></details>"
-            )
+            tables.append(_folded(title, table, is_open=len(runs) == 1 and len(rows) <= 24))
     return _section("Epochs", "\n".join(tables), "epochs") if tables else ""
 
 
 def _models(runs: list[Run]) -> str:
     """The layers of each run's model with their parameters; equal models are shown once."""
-    parts = []
+    tables = []
     for number, run in enumerate(runs):
         if run.summary is None or run.summary in [earlier.summary for earlier in runs[:number]]:
             continue
@@ -328,9 +322,8 @@ def _models(runs: list[Run]) -> str:
         title = f"{run.summary['num_parameters']:,} parameters in {len(rows)} layers"
         title += f" of {run.name}" if len(runs) > 1 else ""
         table = _table(["layer", "type", "its own parameters", "parameters", "trained"], rows)
-        is_open = " open" if len(runs) == 1 and len(rows) <= 24 else ""
-        parts.append(f"<details class=card{is_open}><summary>{escape(title)}</summary><div class=scroll>{table}</div></details>")
-    return _section("Model", "\n".join(parts), "models") if parts else ""
+        tables.append(_folded(title, f"<div class=scroll>{table}</div>", is_open=len(runs) == 1 and len(rows) <= 24))
+    return _section("Model", "\n".join(tables), "models") if tables else ""
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -344,89 +337,86 @@ def _number(value: Any, form: str) -> str:
 
 def _settings(runs: list[Run]) -> str:
     """The keys in effect: those that differ between runs or starts, those that were set, all of them; and the configs' text."""
-    parts = []
-    known = [run.starts[-1].get("settings") or {} if run.starts else {} for run in runs]
-    if len(runs) > 1 and all(known):
-        differing = [name for name in _names(known) if len({_value(settings, name) for settings in known}) > 1]
-        parts.append(_keys("What differs between the runs", differing, [run.name for run in runs], known, is_open=True))
+    tables = []
+    of_runs = [run.settings for run in runs]
+    if len(runs) > 1 and all(of_runs):
+        tables.append(
+            _keys("What differs between the runs", _differing(of_runs), [run.name for run in runs], of_runs, is_open=True)
+        )
     for run in runs:
-        earlier = [start.get("settings") or {} for start in run.starts]
-        changed = [name for name in _names(earlier) if len({_value(settings, name) for settings in earlier}) > 1]
-        if changed:
-            title = "What changed between the starts" + (f" of {run.name}" if len(runs) > 1 else "")
-            parts.append(_keys(title, changed, [start.get("time", "") for start in run.starts], earlier, is_open=True))
-    names = _names(known)
-    names_set = [name for name in names if any(_origin(settings, name) not in ("", "default") for settings in known)]
+        of_starts = [start.get("settings") or {} for start in run.starts]
+        title = "What changed between the starts" + (f" of {run.name}" if len(runs) > 1 else "")
+        times = [start.get("time", "") for start in run.starts]
+        tables.append(_keys(title, _differing(of_starts), times, of_starts, is_open=True))
+    names = _names(of_runs)
+    names_set = [name for name in names if any(_entry(settings, name)[1] not in ("", "default") for settings in of_runs)]
     heads = [run.name for run in runs] if len(runs) > 1 else ["value"]
-    parts.append(_keys("Keys that were set", names_set, heads, known, is_open=len(runs) == 1))
-    parts.append(_keys("All keys in effect", names, heads, known))
-    parts += _texts(runs)
-    return _section("Config in effect", "\n".join(part for part in parts if part), "settings") if any(parts) else ""
+    tables.append(_keys("Keys that were set", names_set, heads, of_runs, is_open=len(runs) == 1))
+    tables.append(_keys("All keys in effect", names, heads, of_runs))
+    shown = [html for html in (*tables, *_texts(runs)) if html]
+    return _section("Config in effect", "\n".join(shown), "settings") if shown else ""
 
 
 Settings = Mapping[str, Sequence[str]]
 """By key, its value as text and its origin."""
 
 
-def _names(known: Iterable[Settings]) -> list[str]:
-    return list(dict.fromkeys(name for settings in known for name in settings))
+def _names(columns: Iterable[Settings]) -> list[str]:
+    return list(dict.fromkeys(name for settings in columns for name in settings))
 
 
-def _value(settings: Settings, name: str) -> str:
-    return settings.get(name, ("", ""))[0]
+def _entry(settings: Settings, name: str) -> Sequence[str]:
+    return settings.get(name, ("", ""))
 
 
-def _origin(settings: Settings, name: str) -> str:
-    return settings.get(name, ("", ""))[1]
+def _differing(columns: Sequence[Settings]) -> list[str]:
+    return [name for name in _names(columns) if len({_entry(settings, name)[0] for settings in columns}) > 1]
 
 
-def _keys(title: str, names: list[str], heads: list[str], known: Sequence[Settings], *, is_open: bool = False) -> str:
+def _keys(title: str, names: list[str], heads: list[str], columns: Sequence[Settings], *, is_open: bool = False) -> str:
     """A collapsible table of keys, with a search field if it is long; '' without keys."""
     if not names:
         return ""
     rows = []
     for name in names:
-        usual = _value(known[0], name)
+        usual, _ = _entry(columns[0], name)
         row = [f"<code>{escape(name)}</code>"]
-        for number, settings in enumerate(known):
-            value, origin = _value(settings, name), _origin(settings, name)
+        for number, settings in enumerate(columns):
+            value, origin = _entry(settings, name)
             look = " class=changed" if number and value != usual else ""
             where = f" <small class=note>{escape(origin)}</small>" if origin not in ("", "default") else ""
             row.append(f"<code{look}>{escape(value) or '—'}</code>{where}")
         rows.append(row)
     search = f"<input type=search placeholder='search {len(names)} keys' aria-label='search keys'>" if len(names) > 20 else ""
-    return (
-        f"<details class='card keys'{' open' if is_open else ''}><summary>{escape(title)} ({len(names)})</summary>{search}"
-        f"<div class=scroll>{_table(['key', *heads], rows)}</div></details>"
-    )
+    table = f"{search}<div class=scroll>{_table(['key', *heads], rows)}</div>"
+    return _folded(f"{title} ({len(names)})", table, look="'card keys'", is_open=is_open)
 
 
 def _texts(runs: list[Run]) -> Iterable[str]:
     """The text of the first run's config files, and how those of the other runs differ from it."""
     first: Mapping[str, str] = {}
     for number, run in enumerate(runs):
-        texts: Mapping[str, str] = run.starts[-1].get("texts") or {} if run.starts else {}
+        texts: Mapping[str, str] = run.start.get("texts") or {}
         for path, text in texts.items():
             name = Path(path).name
             before = next((text for place, text in first.items() if Path(place).name == name), None)
-            title = f"{name} of {run.name}" if len(runs) > 1 else name
             if number and before == text:
                 continue
             if number and before is not None:
                 lines = difflib.unified_diff(before.splitlines(), text.splitlines(), runs[0].name, run.name, lineterm="")
                 looks = {"+": "added", "-": "removed", "@": "note"}
                 shown = "\n".join(f"<span class='{looks.get(line[:1], '')}'>{escape(line)}</span>" for line in lines)
-                what = f"What changed in {name}: {run.name}"
-                yield f"<details class=card open><summary>{escape(what)}</summary><pre>{shown}</pre></details>"
+                yield _folded(f"What changed in {name}: {run.name}", f"<pre>{shown}</pre>", is_open=True)
             else:
-                yield f"<details class=card><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+                title = f"{name} of {run.name}" if len(runs) > 1 else name
+                yield _folded(title, f"<pre>{escape(text)}</pre>")
         first = first or texts
 
 
 def _starts(runs: list[Run]) -> str:
     """When, where, and with which command and packages each training was started."""
     parts = []
-    usual = runs[0].starts[-1].get("versions", {}) if runs[0].starts else {}
+    usual = runs[0].start.get("versions", {})
     for number, run in enumerate(runs):
         for start in reversed(run.starts):
             facts = {"from epoch": start.get("first_epoch", ""), "ranks": _hosts(start), "directory": start.get("directory", "")}

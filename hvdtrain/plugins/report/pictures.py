@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.report.plots import Bars, Curve, Figure, Heat, Panel, Scatter
@@ -41,7 +42,8 @@ def write_pictures(folder: Path, figures: Iterable[Figure]) -> list[Path]:
 
 def _draw(figure: Figure, file: Path) -> None:
     rows = max(1, len(figure.panels))
-    size, heights = (8.0, 3.8 + 1.2 * (rows > 1)), [3, 1][:rows]
+    size = (8.0, 3.8 + 1.2 * (rows > 1))
+    heights = [3, 1][:rows]
     drawn, axes = pyplot.subplots(rows, figsize=size, sharex=True, squeeze=False, layout="constrained", height_ratios=heights)
     for panel, axis in zip(figure.panels, axes[:, 0], strict=False):
         _draw_panel(axis, panel)
@@ -101,10 +103,8 @@ def _draw_bars(axes: Axes, bars: Bars) -> None:
     places = list(range(len(bars.labels)))
     below = [0.0] * len(places)
     for name, number, values in bars.series:
-        if bars.horizontal:
-            axes.barh(places, values, left=below, color=_color(number), label=name)
-        else:
-            axes.bar(places, values, bottom=below, color=_color(number), label=name)
+        base: dict[str, Any] = {"left" if bars.horizontal else "bottom": below}
+        (axes.barh if bars.horizontal else axes.bar)(places, values, **base, color=_color(number), label=name)
         below = [low + value for low, value in zip(below, values, strict=True)]
     every = -(-len(places) // 20)
     labels = [str(label) for label in bars.labels[::every]]
@@ -123,9 +123,10 @@ def _draw_heat(axes: Axes, heat: Heat) -> None:
     cells = [[float("nan") if value is None else value for value in row] for row in heat.late]
     most = max([0.15, *(abs(value) for row in cells for value in row if value == value)])  # not NaN
     drawn = axes.imshow(cells, aspect="auto", cmap="RdBu_r", vmin=-most, vmax=most)
-    every, several = -(-len(heat.epochs) // 20), -(-len(heat.ranks) // 20)
-    axes.set_xticks(range(0, len(heat.epochs), every), [str(epoch) for epoch in heat.epochs[::every]])
-    axes.set_yticks(range(0, len(heat.ranks), several), [str(rank) for rank in heat.ranks[::several]])
+    every_epoch = -(-len(heat.epochs) // 20)
+    every_rank = -(-len(heat.ranks) // 20)
+    axes.set_xticks(range(0, len(heat.epochs), every_epoch), [str(epoch) for epoch in heat.epochs[::every_epoch]])
+    axes.set_yticks(range(0, len(heat.ranks), every_rank), [str(rank) for rank in heat.ranks[::every_rank]])
     axes.set_xlabel("epoch")
     axes.set_ylabel("rank", fontsize=9)
     axes.figure.colorbar(drawn, ax=axes, format=PercentFormatter(1.0))
@@ -133,7 +134,8 @@ def _draw_heat(axes: Axes, heat: Heat) -> None:
 
 def _draw_scatter(axes: Axes, scatter: Scatter) -> None:
     """The first score over the first key."""
-    [key, values], [name, scores] = next(iter(scatter.keys.items())), next(iter(scatter.scores.items()))
+    key, values = next(iter(scatter.keys.items()))
+    name, scores = next(iter(scatter.scores.items()))
     for number, (value, score) in enumerate(zip(values, scores, strict=True)):
         if score is not None:
             axes.plot([value], [score], "o", color=_color(number), label=scatter.names[number])

@@ -159,22 +159,19 @@ def score_figures(runs: list[Run]) -> list[Figure]:
     names = sorted({name for run in runs for epoch in run.epochs for name in epoch["scores"]})
     names += sorted({f"train_loss_{split(name)[1]}" for run in runs for line in run.steps for name in line.get("scores", ())})
     measure = next((run.measure for run in runs if run.measure), None)
-    first = split(measure)[1] if measure else ""
-    losses = sorted(dict.fromkeys(split(name)[1] for name in names), key=lambda loss: loss != first)
-    others = sorted({split(name)[0] for name in names} - {"train"})
+    usual, first = split(measure) if measure else ("", "")
+    pairs = [split(name) for name in names]
+    losses = sorted(dict.fromkeys(loss for _, loss in pairs), key=lambda loss: loss != first)
+    others = sorted({dataset for dataset, _ in pairs} - {"train"})
     colors = {dataset: number for number, dataset in enumerate(["train", *others])}
     figures = []
     for loss in losses:
-        datasets = {
-            dataset: colors[dataset]
-            for dataset in colors
-            if loss in {split(name)[1] for name in names if split(name)[0] == dataset}
-        }
+        datasets = {dataset: color for dataset, color in colors.items() if (dataset, loss) in pairs}
         curves = [curve for number, run in enumerate(runs) for curve in _score_curves(run, number, len(runs), loss, datasets)]
         main = loss == losses[0]
         panels = [Panel(loss, curves), *([learning_rates(runs)] if main else [])]
-        shown = split(measure)[0] if measure else ""
-        shown = shown if shown in datasets and shown != "train" else next((name for name in datasets if name != "train"), "train")
+        evaluated = [name for name in (usual, *datasets) if name in datasets and name != "train"]
+        shown = evaluated[0] if evaluated else "train"
         hidden = [name for name in datasets if name != shown] if len(runs) > FEW_RUNS else []
         note = _best_note(runs, loss, datasets)
         figures.append(Figure(f"score {loss}", loss, note, panels, wide=main, scores=True, hidden=hidden))
@@ -186,7 +183,8 @@ def _score_curves(run: Run, number: int, runs: int, loss: str, datasets: Mapping
         name = f"{dataset}_loss_{loss}" if dataset else loss
         color = number if runs > 1 else place
         dash = ("dot" if dataset == "train" else DASHES[(place - 1) % 3]) if runs > 1 else "solid"
-        label, part = f"{run.name} {dataset}".strip() if runs > 1 else dataset or loss, dataset or loss
+        label = f"{run.name} {dataset}".strip() if runs > 1 else dataset or loss
+        part = dataset or loss
         epochs = [epoch for epoch in run.epochs if name in epoch["scores"]]
         if dataset == "train" and (not epochs or any(float(line["progress"]) < 1 for line in run.steps)):
             within = _step_curves(run, f"{label}, within epochs", partial(_score_of, f"train_loss_{loss}", loss), color, dash)
@@ -216,7 +214,6 @@ def _score_of(name: str, loss: str, line: Mapping[str, Any]) -> Any:
 
 
 def _best_note(runs: list[Run], loss: str, datasets: Iterable[str]) -> str:
-    """A sentence on the best epochs, for a single run."""
     best = {dataset: runs[0].best(f"{dataset}_loss_{loss}") for dataset in datasets if dataset != "train"}
     texts = [f"{dataset} {pair[1]:.4g} in epoch {pair[0]}" for dataset, pair in best.items() if pair]
     return f"best: {', '.join(texts)}" if texts and len(runs) == 1 else ""
@@ -280,7 +277,8 @@ def _by_step(
 
 def sequences_per_second(epoch: Mapping[str, Any]) -> float | None:
     """Sequences that all ranks trained on per second of an epoch, without evaluation and saving; None if unknown."""
-    number, seconds = finite(epoch.get("num_sequences")), finite(epoch.get("elapsed"))
+    number = finite(epoch.get("num_sequences"))
+    seconds = finite(epoch.get("elapsed"))
     return number / seconds if number is not None and seconds else None
 
 
@@ -292,10 +290,7 @@ def time_figures(run: Run) -> list[Figure]:
     names = activities([run])
     before = [float(epoch.get("seconds_before") or 0.0) for epoch in epochs]
     ranks = min(len(epoch["seconds"]) for epoch in epochs)
-    by_epoch = [
-        (name, _color(names, name), [_mean(rank.get(name, 0.0) for rank in epoch["seconds"]) for epoch in epochs])
-        for name in names
-    ]
+    by_epoch = _mean_seconds(names, [epoch["seconds"] for epoch in epochs])
     if any(before):
         by_epoch.append((BEFORE, len(names), before))
     mean = "mean over the ranks" if ranks > 1 else ""
@@ -307,10 +302,7 @@ def time_figures(run: Run) -> list[Figure]:
         if ranks > MOST_RANKS:
             shown = sorted(sorted(shown, key=lambda rank: -sum(seconds[rank]))[:MOST_RANKS])
         of_many = f"; the {len(shown)} slowest of {ranks} ranks" if len(shown) < ranks else ""
-        rows = [
-            (name, _color(names, name), [_mean(epoch["seconds"][rank].get(name, 0.0) for epoch in epochs) for rank in shown])
-            for name in names
-        ]
+        rows = _mean_seconds(names, [[epoch["seconds"][rank] for epoch in epochs] for rank in shown])
         bars = Bars([f"rank {rank}" for rank in shown], rows, "", horizontal=True)
         figures.append(Figure("ranks", "Each rank's time", f"mean over the epochs{of_many}", bars=bars))
         late = [
@@ -333,14 +325,16 @@ def time_figures(run: Run) -> list[Figure]:
 
 def time_comparison(runs: list[Run]) -> list[Figure]:
     """The mean time of an epoch by activity, for several runs."""
-    names = activities(runs)
-    known = [run for run in runs if any(epoch.get("seconds") for epoch in run.epochs)]
-    series = []
-    for name in names:
-        values = [_mean(rank.get(name, 0.0) for epoch in run.epochs for rank in epoch.get("seconds") or []) for run in known]
-        series.append((name, _color(names, name), values))
-    bars = Bars([run.name for run in known], series, "", horizontal=True, of_runs=True)
-    return [Figure("time of runs", "An epoch's time", "mean over ranks and epochs", bars=bars, wide=True)] if known else []
+    timed = [run for run in runs if any(epoch.get("seconds") for epoch in run.epochs)]
+    ranks = [[rank for epoch in run.epochs for rank in epoch.get("seconds") or []] for run in timed]
+    series = _mean_seconds(activities(runs), ranks)
+    bars = Bars([run.name for run in timed], series, "", horizontal=True, of_runs=True)
+    return [Figure("time of runs", "An epoch's time", "mean over ranks and epochs", bars=bars, wide=True)] if timed else []
+
+
+def _mean_seconds(names: Sequence[str], groups: Sequence[Sequence[Mapping[str, float]]]) -> list[tuple[str, int, list[float]]]:
+    """The series of bars: for each activity, the mean of its seconds in each group."""
+    return [(name, _color(names, name), [_mean(rank.get(name, 0.0) for rank in group) for group in groups]) for name in names]
 
 
 def activities(runs: Sequence[Run]) -> list[str]:
@@ -357,8 +351,8 @@ def _color(names: Sequence[str], name: str) -> int:
 
 
 def _mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return sum(known) / len(known) if known else 0.0
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 def split(name: str) -> tuple[str, str]:
@@ -409,7 +403,9 @@ def middles(run: Run, epochs: Sequence[Mapping[str, Any]]) -> dict[str, Values]:
 
 def _ends(run: Run) -> dict[int, tuple[int, float]]:
     """By epoch, the steps done and the seconds passed at its end."""
-    ends, steps, seconds = {}, 0, 0.0
+    ends = {}
+    steps = 0
+    seconds = 0.0
     for epoch in run.epochs:
         steps = int(epoch.get("global_step") or steps + int(epoch.get("steps") or 0))
         seconds += seconds_of(epoch)
@@ -434,21 +430,17 @@ def _step_curves(
     smooth: bool = True,
     lines: Sequence[Mapping[str, Any]] | None = None,
 ) -> Iterable[Curve]:
-    """The curve of a value within epochs: the values themselves, faintly, and smoothed.
-
-    Args:
-        lines: those that have the value; None: those of steps.jsonl.
-    """
+    """The curve of a value within epochs: the values themselves, faintly, and smoothed; `lines`: None: those of steps.jsonl."""
     of_steps = run.steps if lines is None else lines
-    known = [(line, value(line)) for line in of_steps if value(line) is not None]
-    if not any(finite(number) is not None for _, number in known):
+    points = [(line, value(line)) for line in of_steps if value(line) is not None]
+    if not any(finite(number) is not None for _, number in points):
         return
     ends = [(0, (0, 0.0)), *_ends(run).items()]
     before = [epoch for epoch, _ in ends]
     places = []
     values = []
     missing: list[Mapping[str, float | str | None]] = []
-    for line, number in known:
+    for line, number in points:
         steps, seconds = ends[bisect_left(before, line["epoch"]) - 1][1]
         passed = seconds + (finite(line.get("elapsed")) or 0.0)
         place = (line["epoch"] - 1 + float(line["progress"]), steps + int(line["step"]), passed)
@@ -519,8 +511,9 @@ def decimate(values: Sequence[float], limit: int = MAX_POINTS) -> list[int]:
     """
     if len(values) <= limit:
         return list(range(len(values)))
-    drawn, array = {0, len(values) - 1}, numpy.asarray(values)
+    drawn = {0, len(values) - 1}
+    array = numpy.asarray(values)
     for interval in numpy.array_split(numpy.arange(len(values)), limit // 2 - 1):
-        part = array[interval]
-        drawn |= {int(interval[part.argmin()]), int(interval[part.argmax()])}
+        segment = array[interval]
+        drawn |= {int(interval[segment.argmin()]), int(interval[segment.argmax()])}
     return sorted(drawn)

@@ -71,7 +71,8 @@ def read_project(places: Sequence[Path], *, running: bool = False) -> Project:
     folders = list(dict.fromkeys(folder for place in places for folder in find_trainings(place))) or list(places)
     is_below = len(places) == 1 and folders != list(places)
     names = [str(folder.relative_to(places[0])) for folder in folders] if is_below else names_of(folders)
-    runs, problems = [], []
+    runs = []
+    problems = []
     for folder, name in zip(folders, names, strict=True):
         try:
             runs += read_runs([folder], [name], running=running)
@@ -86,22 +87,20 @@ def read_project(places: Sequence[Path], *, running: bool = False) -> Project:
 
 def _natural(text: str) -> list[tuple[int, str]]:
     """A key by which 'run10' comes after 'run9'."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", text)]
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:
     """The keys whose values differ between the trainings, numbers with many values first; not the model's place."""
-    known = [run.starts[-1].get("settings") or {} if run.starts else {} for run in runs]
-    known = [settings for settings in known if settings]
-    names = dict.fromkeys(name for settings in known for name in settings)
-    values = {name: {str(settings.get(name, ("", ""))[0]) for settings in known} for name in names}
+    recorded = [run for run in runs if run.settings]
+    names = dict.fromkeys(name for run in recorded for name in run.settings)
+    values = {name: {_value(run, name) for run in recorded} for name in names}
     differing = [name for name in names if len(values[name]) > 1 and name not in ("model", "log")]
     return sorted(differing, key=lambda name: (any(finite(value) is None for value in values[name]), -len(values[name])))
 
 
 def _value(run: Run, name: str) -> str:
-    settings = (run.starts[-1].get("settings") or {}) if run.starts else {}
-    return str(settings.get(name, ("", ""))[0])
+    return str(run.settings.get(name, ("", ""))[0])
 
 
 def measures_of(runs: Sequence[Run]) -> list[str]:
@@ -117,17 +116,16 @@ def runs_table(runs: Sequence[Run], dots: Sequence[str]) -> str:
     Args:
         dots: the mark of each run's color as HTML.
     """
-    names, keys = measures_of(runs), differing_keys(runs)[:MOST_KEYS]
+    names = measures_of(runs)
+    keys = differing_keys(runs)[:MOST_KEYS]
     is_higher = {name: any(run.is_higher_better(name) for run in runs) for name in names}
     best = {name: [run.best(name) for run in runs] for name in names}
     of_all = {
         name: (max if is_higher[name] else min)((pair[1] for pair in pairs if pair), default=None) for name, pairs in best.items()
     }
-    heads = [("training", ""), ("state", "")]
-    heads += [(f"best {short(name)}", " data-number" + (" data-higher" if is_higher[name] else "")) for name in names[:1]]
-    heads += [("course", " class=fixed")] if names else []
-    heads += [(f"best {short(name)}", " data-number" + (" data-higher" if is_higher[name] else "")) for name in names[1:]]
-    heads += [("epochs", " data-number"), ("time", " data-number"), ("sequences/s", " data-number"), ("ranks", " data-number")]
+    of_scores = [(f"best {short(name)}", " data-number" + (" data-higher" if is_higher[name] else "")) for name in names]
+    heads = [("training", ""), ("state", ""), *of_scores[:1], *([("course", " class=fixed")] if names else []), *of_scores[1:]]
+    heads += [(title, " data-number") for title in ("epochs", "time", "sequences/s", "ranks")]
     heads += [(key, " class=key") for key in keys]
     top = "".join(
         f"<th{attributes}>{escape(title)}</th>"
@@ -140,16 +138,16 @@ def runs_table(runs: Sequence[Run], dots: Sequence[str]) -> str:
         label = f"<label><input type=checkbox checked data-show={number}>{dots[number]}{escape(run.name)}</label>"
         base = f"<button class=base data-base={number} title='compare the others with this one'>baseline</button>"
         cells = [_cell(f"{label} {base}", run.name), _cell(badge(run), state_text(run))]
-        of_scores = []
+        score_cells = []
         for name in names:
             pair = best[name][number]
             text = f"{pair[1]:.4g} <small class=note>epoch {pair[0]}</small> <small class=delta></small>" if pair else ""
             is_best = pair is not None and pair[1] == of_all[name] and not run.state.is_bad
-            of_scores.append(_cell(f"<b class=good>{text}</b>" if is_best else text, pair[1] if pair else None))
-        cells += of_scores[:1] + ([_cell(_sparkline(run, names[0]), None)] if names else []) + of_scores[1:]
+            score_cells.append(_cell(f"<b class=good>{text}</b>" if is_best else text, pair[1] if pair else None))
+        cells += score_cells[:1] + ([_cell(_sparkline(run, names[0]), None)] if names else []) + score_cells[1:]
         seconds = sum(plots.seconds_of(epoch) for epoch in run.epochs)
-        rate = plots.sequences_per_second(run.epochs[-1]) if run.epochs else None
-        done = run.epochs[-1]["epoch"] if run.epochs else 0
+        rate = plots.sequences_per_second(run.last)
+        done = run.last.get("epoch", 0)
         cells += [_cell(str(done), done), _cell(duration_text(seconds), seconds)]
         cells += [_cell(f"{rate:,.4g}" if rate else "", rate), _cell(str(num_ranks(run)), num_ranks(run))]
         for key in keys:
@@ -177,34 +175,29 @@ WIDTH, HEIGHT = 110, 26
 
 
 def _sparkline(run: Run, name: str) -> str:
-    """The course of a score as a small picture."""
     _, values = run.scores(name)
     lines = _polylines(values, [value for value in values if finite(value) is not None], WIDTH, HEIGHT, 3)
     return f"<svg class=spark viewBox='0 0 {WIDTH} {HEIGHT}' width={WIDTH} height={HEIGHT}>{lines}</svg>"
 
 
 def _polylines(values: Sequence[float], scale: Sequence[float], width: int, height: int, margin: int, longest: int = 0) -> str:
-    """A line through the finite values, and a mark at the end.
-
-    Args:
-        scale: numbers between whose lowest and highest the line runs.
-        longest: the number of values that would fill the width; 0: that of `values`.
-    """
+    """A line through the finite values, between the lowest and the highest of `scale`, and a mark at the end; `longest` values
+    fill the width (0: these)."""
     if not scale:
         return ""
     low, high = min(scale), max(scale)
     across = (width - 2 * margin) / max(1, (longest or len(values)) - 1)
     down = (height - 2 * margin) / ((high - low) or 1.0)
-    parts: list[list[str]] = [[]]
+    stretches: list[list[str]] = [[]]
     last = ""
     for number, value in enumerate(values):
         if finite(value) is None:
-            parts.append([])
+            stretches.append([])
             continue
         y = margin + (high - min(max(value, low), high)) * down
-        parts[-1].append(f"{margin + number * across:.1f},{y:.1f}")
-        last = parts[-1][-1]
-    lines = "".join(f"<polyline points='{' '.join(part)}'/>" for part in parts if part)
+        stretches[-1].append(f"{margin + number * across:.1f},{y:.1f}")
+        last = stretches[-1][-1]
+    lines = "".join(f"<polyline points='{' '.join(stretch)}'/>" for stretch in stretches if stretch)
     x, _, y_text = last.partition(",")
     return f"{lines}<circle cx={x} cy={y_text} r=2.2 />" if last else ""
 
@@ -265,7 +258,8 @@ def _robust(courses: Sequence[Sequence[float]]) -> list[float]:
 
 def key_against_score(runs: Sequence[Run]) -> list[Figure]:
     """The figure that shows scores over the values of a key, both of which the page lets one choose; none if all keys agree."""
-    keys, names = differing_keys(runs), measures_of(runs)
+    keys = differing_keys(runs)
+    names = measures_of(runs)
     if not keys or not names:
         return []
     values = {key: [_value(run, key)[:LONGEST_VALUE] for run in runs] for key in keys}

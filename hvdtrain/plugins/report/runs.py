@@ -41,6 +41,21 @@ class Run:
     evaluations: Sequence[Mapping[str, Any]] = ()
     state: State = State()
 
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The last start; empty: there is none."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The last epoch; empty: there is none."""
+        return self.epochs[-1] if self.epochs else {}
+
+    @property
+    def settings(self) -> Mapping[str, Sequence[str]]:
+        """The keys at the last start: by name, the value as text and its origin."""
+        return self.start.get("settings") or {}
+
     def scores(self, name: str) -> tuple[list[int], list[float]]:
         """The epochs that have a score, and its value in each."""
         points = [(line["epoch"], float(line["scores"][name])) for line in self.epochs if name in line["scores"]]
@@ -48,9 +63,8 @@ class Run:
 
     def setting(self, name: str) -> Any:
         """A key's value at the last start; None if it is unknown or not a Python literal."""
-        text = (self.starts[-1].get("settings", {}).get(name) or ["None"])[0] if self.starts else "None"
         with suppress(ValueError, SyntaxError):
-            return literal_eval(text)
+            return literal_eval((self.settings.get(name) or ["None"])[0])
         return None
 
     @property
@@ -64,8 +78,10 @@ class Run:
         """Whether higher values of a score are better, according to the config."""
         return is_higher_better(name, self.setting("higher_is_better") or [])
 
-    def best(self, name: str) -> tuple[int, float] | None:
+    def best(self, name: str | None) -> tuple[int, float] | None:
         """The first epoch with the best value of a score, and that value; None if no epoch that may be the best has one."""
+        if name is None:
+            return None
         never = {line["epoch"] for line in self.epochs if not line.get("updated", True) or line.get("diverged")}
         scores = zip(*self.scores(name), strict=True)
         points = [(epoch, value) for epoch, value in scores if math.isfinite(value) and epoch not in never]
@@ -225,11 +241,7 @@ STEP: Mapping[str, Any] = {
 
 
 def _lines(path: Path, parse: Callable[[Any], dict[str, Any]] = _epoch) -> tuple[list[dict[str, Any]], list[str]]:
-    """The lines of a file, without an unfinished one at its end, and the problems with its damaged lines.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """The lines of a file, without an unfinished one at its end, and the problems with its damaged lines. Raises: DataError."""
     try:
         *lines, last = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -237,7 +249,8 @@ def _lines(path: Path, parse: Callable[[Any], dict[str, Any]] = _epoch) -> tuple
             f"{path}: expected the file that a training writes next to its model, got: {error.strerror} "
             "(the key `model` of the config determines the folder)"
         ) from None
-    entries, problems = [], []
+    entries = []
+    problems = []
     for number, line in enumerate([*lines, last], start=1):
         try:
             entries.append(parse(json.loads(line.decode("utf-8"))))

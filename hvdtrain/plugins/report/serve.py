@@ -41,7 +41,8 @@ class LivePage:
         self._folders = folders
         self._lock = threading.Lock()
         self._seen: list[tuple[int, int] | int | None] | None = None
-        self._version, self._json = "", b""
+        self._version = ""
+        self._json = b""
         self._trainings: list[Path] = []
 
     def page(self) -> bytes:
@@ -60,13 +61,13 @@ class LivePage:
             if now != self._seen:
                 project = read_project(self._folders, running=True)
                 content = page.content(project.runs, project.title)
-                self._version, self._json = content["version"], json.dumps(content, allow_nan=False).encode()
+                self._version = content["version"]
+                self._json = json.dumps(content, allow_nan=False).encode()
                 self._seen = now
             return None if self._version == version else self._json
 
 
 def _file_state(path: Path) -> tuple[int, int] | None:
-    """The modification time and size of a file; None if it does not exist."""
     try:
         stat = path.stat()
     except FileNotFoundError:

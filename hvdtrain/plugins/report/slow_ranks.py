@@ -53,7 +53,7 @@ def seconds_lines(seconds: Sequence[Mapping[str, float]]) -> list[str]:
         return [f"rank {number}: {_seconds_text(rank)}" for number, rank in enumerate(seconds)]
     usual = _medians(seconds)
     slowest = _slowest(seconds)
-    cause = max(OWN_WORK, key=lambda name: seconds[slowest].get(name, 0.0) - usual.get(name, 0.0))
+    cause = _cause(seconds[slowest], usual)
     longer = seconds[slowest].get(cause, 0.0) - usual.get(cause, 0.0)
     return [
         f"median of {len(seconds)} ranks: {_seconds_text(usual)}",
@@ -71,8 +71,16 @@ def _medians(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _slowest(seconds: Sequence[Mapping[str, float]]) -> int:
-    """The rank that took longest for its own work."""
     return max(range(len(seconds)), key=lambda rank: own_seconds(seconds[rank]))
+
+
+def _without(seconds: Sequence[Mapping[str, float]], left_out: int) -> list[Mapping[str, float]]:
+    return [rank for number, rank in enumerate(seconds) if number != left_out]
+
+
+def _cause(times: Mapping[str, float], usual: Mapping[str, float]) -> str:
+    """The rank's own work that took longer than usual by most."""
+    return max(OWN_WORK, key=lambda name: times.get(name, 0.0) - usual.get(name, 0.0))
 
 
 OWN_WORK = {"data wait": "waiting for data", "compute": "computing"}
@@ -104,14 +112,12 @@ def straggler_line(seconds: Sequence[Mapping[str, float]]) -> str | None:
     slowest = straggler(seconds)
     if slowest is None:
         return None
-    typical = {
-        name: median(rank.get(name, 0.0) for number, rank in enumerate(seconds) if number != slowest.rank) for name in OWN_WORK
-    }
+    typical = _medians(_without(seconds, slowest.rank))
     times = seconds[slowest.rank]
-    cause = max(OWN_WORK, key=lambda name: times.get(name, 0.0) - typical[name])
+    cause = _cause(times, typical)
     return (
         f"rank {slowest.rank} held the others up by {slowest.late:.1f} s ({slowest.share:.0%}): {OWN_WORK[cause]} took "
-        f"{times.get(cause, 0.0):.1f} s, against {typical[cause]:.1f} s"
+        f"{times.get(cause, 0.0):.1f} s, against {typical.get(cause, 0.0):.1f} s"
     )
 
 
@@ -133,11 +139,10 @@ def straggler(seconds: Sequence[Mapping[str, float]]) -> Straggler | None:
     """The rank that held up the others in an epoch, if any. The argument is that of `straggler_line`."""
     if len(seconds) < 2:
         return None
-    own_work = [own_seconds(rank) for rank in seconds]
     slowest = _slowest(seconds)
-    others = [rank for number, rank in enumerate(seconds) if number != slowest]
-    usual = median(time for number, time in enumerate(own_work) if number != slowest)
-    late = own_work[slowest] - usual
+    others = _without(seconds, slowest)
+    usual = median(map(own_seconds, others))
+    late = own_seconds(seconds[slowest]) - usual
     # The slowest rank arrives last, so it hardly waits itself: only if the others waited for it, it is the cause.
     waited = median(_waiting(rank) for rank in others) - _waiting(seconds[slowest])
     if late < MIN_SECONDS or late < MIN_SHARE * usual or waited < late / 2:
@@ -151,5 +156,4 @@ def own_seconds(rank: Mapping[str, float]) -> float:
 
 
 def _waiting(rank: Mapping[str, float]) -> float:
-    """Seconds that a rank spent in collectives."""
     return sum(rank.get(name, 0.0) for name in COLLECTIVES)

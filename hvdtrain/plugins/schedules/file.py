@@ -17,16 +17,17 @@ import ast
 import math
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from hvdtrain.checkpoint.hooks import CheckpointHooks
 from hvdtrain.config.writable import writable
 from hvdtrain.disk.atomic import UNFINISHED, write_atomically
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.schedules.keys import RateFileKeys
+from hvdtrain.report.epoch import EpochReport
 from hvdtrain.report.starts import Start
 from hvdtrain.report.steps import Reporters
 from hvdtrain.schedule.history import META, EpochRecord
@@ -34,41 +35,12 @@ from hvdtrain.settings import Settings
 from hvdtrain.training.session import Session
 from hvdtrain.version import __version__
 
-NO_META: Mapping[int, Mapping[str, Any]] = {}
+NO_META: Mapping[str, Any] = {}
 
 NUMBERS = {"nan": float("nan"), "inf": float("inf")}
 
 
-class FinishedEpoch(Protocol):
-    """The part of an epoch's report that the file needs."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def learning_rate(self) -> float: ...
-
-    @property
-    def scores(self) -> Mapping[str, float]: ...
-
-
-class TrainedEpoch(FinishedEpoch, Protocol):
-    """The part of an epoch's report that `epoch_meta` and `epoch_rate` need."""
-
-    @property
-    def epoch_learning_rate(self) -> float | None: ...
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def global_step(self) -> int: ...
-
-    @property
-    def elapsed(self) -> float: ...
-
-
-def epoch_meta(report: TrainedEpoch) -> dict[str, Any]:
+def epoch_meta(report: EpochReport) -> dict[str, Any]:
     """An epoch's metadata in the file, with RETURNN's names and units."""
     return {
         "effective_learning_rate": float(report.learning_rate),
@@ -82,38 +54,20 @@ def epoch_meta(report: TrainedEpoch) -> dict[str, Any]:
     }
 
 
-def epoch_rate(report: TrainedEpoch) -> float:
-    """The unscaled rate of an epoch, from which the next epoch's rate is computed."""
-    return report.learning_rate if report.epoch_learning_rate is None else report.epoch_learning_rate
-
-
-R = TypeVar("R", bound=FinishedEpoch)
-
-
-class LearningRateFile(Generic[R]):
+class LearningRateFile:
     """Writes the file after each epoch.
 
     Args:
         records: the finished epochs of the checkpoint. Later epochs in an existing file are from a run that was stopped before
             their checkpoint was written; they are replaced. An existing file's metadata about finished epochs stays.
-        meta: returns the metadata to write for an epoch.
-        rate: returns the learning rate to write.
 
     Raises:
         ConfigError: the file is not writable.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        records: Iterable[EpochRecord],
-        meta: Callable[[R], Mapping[str, Any]] = lambda report: {},
-        rate: Callable[[R], float] = lambda report: report.learning_rate,
-    ) -> None:
+    def __init__(self, path: Path, records: Iterable[EpochRecord]) -> None:
         self._path = path
         self._records = list(records)
-        self._meta_of = meta
-        self._rate_of = rate
         self._meta = _read_meta(path)
         with writable("learning_rate_file", path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,17 +75,21 @@ class LearningRateFile(Generic[R]):
             tried.touch()
             tried.unlink()
 
-    def epoch(self, report: R) -> None:
-        """Add a finished epoch, and replace the file atomically."""
-        self._meta[report.epoch] = {META + name: value for name, value in self._meta_of(report).items()}
-        earlier = [record for record in self._records if record.epoch < report.epoch]
-        self._records = [*earlier, EpochRecord(report.epoch, self._rate_of(report), dict(report.scores))]
+    def epoch(self, report: EpochReport) -> None:
+        """Add a finished epoch, with the unscaled rate, from which the next epoch's is computed."""
+        rate = report.learning_rate if report.epoch_learning_rate is None else report.epoch_learning_rate
+        self.add(EpochRecord(report.epoch, rate, dict(report.scores)), epoch_meta(report))
+
+    def add(self, record: EpochRecord, meta: Mapping[str, Any] = NO_META) -> None:
+        """Add an epoch with its metadata, and replace the file atomically."""
+        self._meta[record.epoch] = {META + name: value for name, value in meta.items()}
+        self._records = [*(earlier for earlier in self._records if earlier.epoch < record.epoch), record]
         with writable("learning_rate_file", self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, as_text(self._records, self._meta))
 
 
-def as_text(records: Iterable[EpochRecord], meta: Mapping[int, Mapping[str, Any]] = NO_META) -> str:
+def as_text(records: Iterable[EpochRecord], meta: Mapping[int, Mapping[str, Any]]) -> str:
     """The contents of the file, with one score per line, in RETURNN's order.
 
     Args:
@@ -224,7 +182,7 @@ def open_file(settings: Settings, session: Session, start: Start) -> Iterator[Re
     """Writes the file of a config, if it has one."""
     path = path_of(settings)
     records = session.progress.history
-    yield Reporters() if path is None else Reporters([LearningRateFile(path, records, epoch_meta, epoch_rate)])
+    yield Reporters() if path is None else Reporters([LearningRateFile(path, records)])
 
 
 def path_of(settings: Settings) -> Path | None:

@@ -75,7 +75,8 @@ class StepRateKeys(Section):
     )
 
     def problems(self, sections: Sections = ALONE) -> list[Problem]:
-        run, rates = sections.get(RunKeys), sections.get(ScheduleKeys)
+        run = sections.get(RunKeys)
+        rates = sections.get(ScheduleKeys)
         problems = [] if run is None else make_schedule(self.learning_rate_schedule, run.num_epochs)[1]
         if self.learning_rate_schedule is not None and rates is not None and rates.dynamic_learning_rate is not None:
             problems += problem("conflict", "learning_rate_schedule: expected either it or dynamic_learning_rate, got both")

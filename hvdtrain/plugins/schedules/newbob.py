@@ -69,11 +69,11 @@ class Newbob:
         interval = keys.newbob_multi_update_interval or keys.newbob_multi_num_epochs
         recent = history[-(keys.newbob_multi_num_epochs + 1) :]
         changes = [self._relative_change(first, recent[index : index + 2]) for index in range(len(recent) - 1)]
-        known = [change for change in changes if change is not None]
-        if (interval > 1 and epoch % interval != 1) or not known or len(known) < len(changes):
+        present = [change for change in changes if change is not None]
+        if (interval > 1 and epoch % interval != 1) or not present or len(present) < len(changes):
             return last
         # With changes of both +inf (the error rose from zero) and -inf (it fell to zero), the mean is NaN, and the rate is kept.
-        mean = fmean(known) if all(isfinite(change) for change in known) else sum(known)
+        mean = fmean(present) if all(isfinite(change) for change in present) else sum(present)
         grow_threshold = keys.newbob_relative_error_grow_threshold
         if grow_threshold is None:
             grow_threshold = keys.newbob_relative_error_threshold

@@ -65,16 +65,15 @@ def _make_several(entries: dict[str, dict[str, Any]], model: torch.nn.Module) ->
     """Several optimizers as one. An entry takes those of the remaining parameters that it asks for: all if it does not say which.
 
     They share the learning rate of each step, which is one for AdamW. So the updates of torch's Muon get the size of AdamW's, if
-    the entry chooses neither a size nor a factor.
+    the entry chooses neither a size nor a factor. Raises: ConfigError, if a parameter has no optimizer, or an optimizer none.
 
     Args:
         entries: the options of each, by the prefix of their names.
-
-    Raises:
-        ConfigError: a parameter has no optimizer, or an optimizer no parameter.
     """
     remaining = named_trained(model)
-    members, lines, problems = [], [], []
+    members = []
+    lines = []
+    problems = []
     for where, options in entries.items():
         kind = optimizer_class(options.pop("class"), where)
         chosen = _choose(options.pop(PARAMETERS, MATRICES if kind is MUON else None), where, remaining, model)

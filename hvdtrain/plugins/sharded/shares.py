@@ -7,16 +7,13 @@ another one, without an error. So a few values of the model's parameters are tra
 from __future__ import annotations
 
 import copy
-import random
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy
 import torch
 
-from hvdtrain.data.randomness import mix_seed
+from hvdtrain.data.randomness import mix_seed, own_numbers
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.device import seed_all
 from hvdtrain.learner.torch.optimizer_state import is_of_torch
@@ -45,7 +42,7 @@ def check_shares(optimizer: AnyOptimizer) -> None:
     Those of PyTorch do not, and are not tried.
     """
     for member in members_of(optimizer):
-        if not is_of_torch(member) and (reason := _other_state(member) or _difference(member)) is not None:
+        if not is_of_torch(member) and (reason := _extra_state(member) or _difference(member)) is not None:
             raise ConfigError.of(
                 "unsupported",
                 "torch_distributed.sharded: expected an optimizer whose update of a parameter does not depend on other "
@@ -53,7 +50,7 @@ def check_shares(optimizer: AnyOptimizer) -> None:
             )
 
 
-def _other_state(optimizer: torch.optim.Optimizer) -> str | None:
+def _extra_state(optimizer: torch.optim.Optimizer) -> str | None:
     others = optimizer.state_dict().keys() - {"state", "param_groups"}
     return f"also saves {', '.join(sorted(map(str, others)))} of all of them" if others else None
 
@@ -63,24 +60,23 @@ def _difference(optimizer: torch.optim.Optimizer) -> str | None:
     parameters = _choose(optimizer)
     before = [_corner(parameter).detach() for parameter in parameters]
     last = len(parameters) - 1  # which often gets no gradient
-    with _preserve_generators():
+    with own_numbers(0), preserve_state():
         for trial in TRIALS:
             try:
                 whole = _train_copies(optimizer, parameters, range(len(parameters)), *trial)
             except Exception:  # the first update of the training will raise it, too
                 continue
-            for part in (range(0, last + 1, 2), range(1, last + 1, 2), range(last, last + 1)):
+            for numbers in (range(0, last + 1, 2), range(1, last + 1, 2), range(last, last + 1)):
                 try:
-                    updated = _train_copies(optimizer, parameters, part, *trial)
+                    updated = _train_copies(optimizer, parameters, numbers, *trial)
                 except Exception as error:
                     return f"fails with a part of them: {type(error).__name__}: {error}"
-                if any(_differ(whole[number] - before[number], updated[number] - before[number]) for number in part):
+                if any(_differ(whole[number] - before[number], updated[number] - before[number]) for number in numbers):
                     return "updates some of them in another way without the others"
     return None
 
 
 def _choose(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """A few parameters of each group."""
     chosen: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         counts: dict[int, int] = defaultdict(int)
@@ -98,13 +94,13 @@ def _corner(tensor: torch.Tensor) -> torch.Tensor:
 def _train_copies(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[torch.Tensor],
-    part: Collection[int],
+    numbers: Collection[int],
     rate: float,
     sizes: Sequence[float],
 ) -> list[torch.Tensor]:
     """The values of small copies of parameters after some updates, of which an optimizer has only a part."""
     small = [torch.nn.Parameter(_corner(parameter).detach().clone()) for parameter in parameters]
-    tried = _small_copy(optimizer, parameters, small, part)
+    tried = _small_copy(optimizer, parameters, small, numbers)
     if has_modes(tried):
         tried.train()  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(1)
@@ -125,19 +121,19 @@ def _small_copy(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[torch.Tensor],
     small: Sequence[torch.nn.Parameter],
-    part: Collection[int],
+    numbers: Collection[int],
 ) -> torch.optim.Optimizer:
     """A copy of an optimizer that has some of the small copies of parameters, as `ShardedOptimizer` leaves it a rank's."""
     copied = object.__new__(type(optimizer))
-    known: dict[int, Any] = {id(optimizer): copied}  # what stands for each object in the copy: no large tensor is copied
+    copies: dict[int, Any] = {id(optimizer): copied}  # what stands for each object in the copy: no large tensor is copied
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        known[id(parameter)] = torch.nn.Parameter(_corner(parameter).detach().clone())
+        copies[id(parameter)] = torch.nn.Parameter(_corner(parameter).detach().clone())
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                known[id(value)] = _corner(value).detach().clone()
-    known |= {id(parameter): replacement for parameter, replacement in zip(parameters, small, strict=True)}
-    vars(copied).update(copy.deepcopy(vars(optimizer), known))
-    ids = {id(small[number]) for number in part}
+                copies[id(value)] = _corner(value).detach().clone()
+    copies |= {id(parameter): replacement for parameter, replacement in zip(parameters, small, strict=True)}
+    vars(copied).update(copy.deepcopy(vars(optimizer), copies))
+    ids = {id(small[number]) for number in numbers}
     for group in copied.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in ids]
     for tensor in [tensor for tensor in copied.state if isinstance(tensor, torch.Tensor) and id(tensor) not in ids]:
@@ -148,12 +144,3 @@ def _small_copy(
 def _differ(first: torch.Tensor, second: torch.Tensor) -> bool:
     largest = float(first.abs().nan_to_num().max()) if first.numel() else 0.0
     return not torch.allclose(first, second, rtol=0.0, atol=TOLERANCE * largest, equal_nan=True)
-
-
-@contextmanager
-def _preserve_generators() -> Iterator[None]:
-    states = random.getstate(), numpy.random.get_state()
-    with preserve_state():
-        yield
-    random.setstate(states[0])
-    numpy.random.set_state(states[1])

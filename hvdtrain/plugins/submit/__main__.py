@@ -1,4 +1,4 @@
-"""The command `hvdtrain submit CONFIG --scheduler slurm --nodes 2 ...`; also `python -m hvdtrain.plugins.submit`."""
+"""The command `hvdtrain submit CONFIG --scheduler slurm --nodes 2 ...`."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def expand_sweep(
 ) -> tuple[tuple[str, ...], ...]:
     """The arguments of each run of a sweep, after checking each config. Raises: ConfigError."""
     runs, problems = parse_sweep(sweep, overrides)
-    if not sweep or problems:
-        if problems:
-            raise ConfigError(problems)
+    if problems:
+        raise ConfigError(problems)
+    if not sweep:
         return ()
     models = [run_model(settings.run.model, run) for run in runs]
     problems = folder_problems(models)
@@ -128,9 +128,11 @@ def build_job(
     volumes = [text.partition(":") for text in options.volume]
     hosts = tuple(filter(None, options.hosts.split(",")))
     folder = options.folder or str(Path.cwd())
-    launcher, unconnected = options.launcher, []
+    launcher = options.launcher
+    unconnected = []
     try:
-        tasks, transport = options.nodes * options.tasks_per_node, settings.torch_distributed
+        tasks = options.nodes * options.tasks_per_node
+        transport = settings.torch_distributed
         launcher = choose_launcher(options.launcher, tasks, settings.reduce.use_horovod, transport is not None)
     except ConfigError as error:
         unconnected = error.problems
@@ -206,7 +208,8 @@ def convert_option(option: str, text: str | None, convert: Callable[[str], int],
 
 def job_problems(job: Job) -> list[Problem]:
     """Conflicts between the options of a job, and between them and its scheduler."""
-    problems, scheduler = [], job.scheduler
+    problems = []
+    scheduler = job.scheduler
     if job.seconds is not None and job.seconds < job.stop_before + STARTUP_SECONDS:
         problems += problem(
             "out-of-range",
@@ -276,7 +279,8 @@ def submit(script: str, command: Sequence[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """The parser of the options."""
     result = command_parser("submit", DESCRIPTION, EPILOG, USAGE)
-    result.instead, result.otherwise = OF_SCHEDULERS, "one of the scheduler --option={}={}"
+    result.instead = OF_SCHEDULERS
+    result.otherwise = "one of the scheduler --option={}={}"
     add = result.add_argument_group("required").add_argument
     add("configs", metavar="CONFIG", nargs="+", help="the config of the training")
     add("--scheduler", choices=list(SCHEDULERS), required=True, help="the scheduler; mpi: none, only mpirun and ssh")
@@ -339,7 +343,3 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, metavar="FILE", help="write the script into FILE instead of printing it")
     add("--submit", action="store_true", help="submit the script (mpi: run it)")
     return result
-
-
-if __name__ == "__main__":
-    sys.exit(main())

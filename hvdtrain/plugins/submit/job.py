@@ -179,12 +179,10 @@ def parse_seconds(text: str) -> int:
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         raise ValueError(text)
-    days, *rest = match.groups()
-    parts = [int(part) for part in rest if part is not None]
-    if days is not None or len(parts) == 3:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-    else:
-        hours, minutes, seconds = 0, parts[0], parts[1] if len(parts) == 2 else 0
+    days, *fields = match.groups()
+    numbers = [int(field) for field in fields if field is not None]
+    has_hours = days is not None or len(numbers) == 3
+    hours, minutes, seconds = [*([] if has_hours else [0]), *numbers, 0, 0][:3]
     total = 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
     if total == 0:
         raise ValueError(text)
@@ -336,8 +334,8 @@ def background_lines(job: Job, run: str, before_limit: str, cancelled: str, time
     """
     # On SIGTERM, mpirun kills the ranks within seconds, but it passes on SIGUSR1. torchrun passes on only SIGTERM.
     signal = "TERM" if job.launcher == "torchrun" else "USR1"
-    what = f"On SIG{signal}" if job.launcher == "python" else f"{job.launcher} passes SIG{signal} on. On it"
-    lines = [f"# {what} the trainer stops with a checkpoint, and ends with {STOPPED}.", f"{run} &", "pid=$!"]
+    occasion = f"On SIG{signal}" if job.launcher == "python" else f"{job.launcher} passes SIG{signal} on. On it"
+    lines = [f"# {occasion} the trainer stops with a checkpoint, and ends with {STOPPED}.", f"{run} &", "pid=$!"]
     lines += ["cancelled=no"] if job.requeue and cancelled else []
     lines += ["stopped=no"] if job.launcher == "torchrun" else []
     stopped = "stopped=yes; " if job.launcher == "torchrun" else ""

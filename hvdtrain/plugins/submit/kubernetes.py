@@ -48,17 +48,13 @@ def mpi_job(job: Job) -> dict[str, Any]:
     """An MPIJob: a launcher, which runs mpirun, and a worker with sshd for each host. The operator writes the host file."""
     launcher = {"replicas": 1, "restartPolicy": "Never", "template": _template(job, LAUNCHER_RESOURCES, script(job))}
     worker = {"replicas": job.nodes, "restartPolicy": "Never", "template": _template(job, resources(job), None)}
-    return {
-        "apiVersion": "kubeflow.org/v2beta1",
-        "kind": "MPIJob",
-        "metadata": _metadata(job),
-        "spec": {
-            "slotsPerWorker": job.tasks_per_node,
-            "launcherCreationPolicy": "WaitForWorkersReady",
-            "runPolicy": {"cleanPodPolicy": "Running", **run_policy(job)},
-            "mpiReplicaSpecs": {"Launcher": launcher, "Worker": worker},
-        },
+    spec = {
+        "slotsPerWorker": job.tasks_per_node,
+        "launcherCreationPolicy": "WaitForWorkersReady",
+        "runPolicy": {"cleanPodPolicy": "Running", **run_policy(job)},
+        "mpiReplicaSpecs": {"Launcher": launcher, "Worker": worker},
     }
+    return _object("kubeflow.org/v2beta1", "MPIJob", _metadata(job), spec)
 
 
 def pytorch_job(job: Job) -> dict[str, Any]:
@@ -68,16 +64,12 @@ def pytorch_job(job: Job) -> dict[str, Any]:
     replicas: dict[str, Any] = {"Master": {"replicas": 1, **replica}}
     if job.nodes > 1:
         replicas["Worker"] = {"replicas": job.nodes - 1, **replica}
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": _metadata(job),
-        "spec": {
-            "nprocPerNode": str(job.tasks_per_node),
-            "runPolicy": {"cleanPodPolicy": "Running", **run_policy(job)},
-            "pytorchReplicaSpecs": replicas,
-        },
+    spec = {
+        "nprocPerNode": str(job.tasks_per_node),
+        "runPolicy": {"cleanPodPolicy": "Running", **run_policy(job)},
+        "pytorchReplicaSpecs": replicas,
     }
+    return _object("kubeflow.org/v1", "PyTorchJob", _metadata(job), spec)
 
 
 def plain_job(job: Job) -> dict[str, Any]:
@@ -93,7 +85,11 @@ def plain_job(job: Job) -> dict[str, Any]:
     metadata = _metadata(job)
     if job.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": {**policy, "template": template}}
+    return _object("batch/v1", "Job", metadata, {**policy, "template": template})
+
+
+def _object(version: str, kind: str, metadata: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def resources(job: Job) -> dict[str, Any]:

@@ -101,11 +101,11 @@ def sge_head(job: jobs.Job) -> list[str]:
         soft = max(60, job.seconds - job.stop_before)
         lines += ["# SIGUSR1 comes at s_rt:", f"#$ -l h_rt={jobs.clock(job.seconds)} -l s_rt={jobs.clock(soft)}"]
     if job.gpus_per_node:
-        per_slot, rest = divmod(job.gpus_per_node, job.slots)
+        per_slot, remainder = divmod(job.gpus_per_node, job.slots)
         # A request per slot cannot be a fraction.
         shared = f"{job.slots} slots of a host share its GPUs: gpu has to be consumable per JOB (qconf -sc)"
-        what = shared if rest else "For each slot"
-        lines += [f"# {what}:", f"#$ -l gpu={job.gpus_per_node if rest else per_slot}"]
+        scope = shared if remainder else "For each slot"
+        lines += [f"# {scope}:", f"#$ -l gpu={job.gpus_per_node if remainder else per_slot}"]
     if job.memory:
         text, share = jobs.memory_text(job.memory), jobs.memory_text(-(-job.memory // job.slots))
         lines += [f"# For each slot, {text} for each host; mapped HDF files and CUDA's address space count:"]
@@ -146,12 +146,8 @@ def pbs_script(job: jobs.Job) -> str:
     head += [f"#PBS -J 1-{len(job.runs)}"] if job.runs else []
     # PBS refuses an array that must not be restarted after the loss of a host.
     head += [f"#PBS -r {'y' if job.requeue or job.runs else 'n'}", *(f"#PBS {option}" for option in job.options)]
-    lines, hosts = jobs.environment_lines(job), _hosts_of(job, "$PBS_NODEFILE")
-    if hosts:
-        lines += ["# For an Open MPI without PBS's tm, which starts the ranks over ssh:", hosts]
-    run, doctor = _with_hosts(job, hosts)
     # PBS sends no signal before the limit, and only 10 s remain after it.
-    lines += [*doctor, "", *jobs.background_lines(job, run, before_limit="USR1", cancelled="TERM", timer=True), ""]
+    lines = _timed_lines(job, ["# For an Open MPI without PBS's tm, which starts the ranks over ssh:"], "$PBS_NODEFILE", "TERM")
     if job.requeue:
         lines += _if_stopped(
             'qsub "$0"  # a job may not requeue itself, so it submits itself; training continues where it stopped'
@@ -173,27 +169,26 @@ def lsf_script(job: jobs.Job) -> str:
     head += [f"#BSUB -o {option_text(f'{job.output}/{job.name}-{number}.out')}"]
     head += ["#BSUB -r", f'#BSUB -Q "{jobs.STOPPED}"'] if job.requeue else []
     head += [f"#BSUB {option}" for option in job.options]
-    lines, hosts = jobs.environment_lines(job), _hosts_of(job, "$LSB_DJOB_HOSTFILE")
-    if hosts:
-        lines += ["# For an Open MPI without LSF's support:", AGENT, hosts]
-    run, doctor = _with_hosts(job, hosts)
-    lines += [*doctor, "", *jobs.background_lines(job, run, before_limit="USR1", cancelled="TERM INT", timer=True), ""]
+    lines = _timed_lines(job, ["# For an Open MPI without LSF's support:", AGENT], "$LSB_DJOB_HOSTFILE", "TERM INT")
     if job.requeue:
         lines += [f"if [ $status = {jobs.STOPPED} ] && [ $cancelled = yes ]; then status=143; fi  # or LSF would requeue it"]
     return _script(job, head, lines)
 
 
-def _hosts_of(job: jobs.Job, file: str) -> str:
-    """A line that sets $hosts to host:ranks,... from a scheduler's file with a line per slot; '' if there is only one host."""
-    if job.nodes == 1 or job.launcher != "mpirun":
-        return ""
-    return f"hosts=$(sort -u \"{file}\" | sed 's/$/:{job.tasks_per_node}/' | paste -sd, -)"
+def _timed_lines(job: jobs.Job, about: Sequence[str], file: str, cancelled: str) -> list[str]:
+    """Lines that run the training and send it the signal before the time limit, as the scheduler does not.
 
-
-def _with_hosts(job: jobs.Job, hosts: str) -> tuple[str, list[str]]:
-    """The training command and the lines that run the doctor, on $hosts if it is set."""
-    named = ['"$hosts"'] if hosts else []
-    return jobs.command(job, named), jobs.doctor_lines(job, named)
+    Args:
+        about: lines before the one that sets $hosts to host:ranks,... for mpirun, if there are several hosts.
+        file: the scheduler's file with a line per slot.
+    """
+    lines = jobs.environment_lines(job)
+    hosts = ['"$hosts"'] if job.nodes > 1 and job.launcher == "mpirun" else []
+    if hosts:
+        lines += [*about, f"hosts=$(sort -u \"{file}\" | sed 's/$/:{job.tasks_per_node}/' | paste -sd, -)"]
+    run = jobs.command(job, hosts)
+    lines += [*jobs.doctor_lines(job, hosts), ""]
+    return [*lines, *jobs.background_lines(job, run, before_limit="USR1", cancelled=cancelled, timer=True), ""]
 
 
 def _array_problems(job: jobs.Job) -> list[Problem]:
@@ -224,7 +219,6 @@ def _script(job: jobs.Job, head: Sequence[str], body: Sequence[str]) -> str:
 
 
 def _if_stopped(then: str) -> list[str]:
-    """Lines that run a command if the training stopped because of its time limit and was not cancelled."""
     return [f"if [ $status = {jobs.STOPPED} ] && [ $cancelled = no ]; then", f"    {then}", "fi"]
 
 

@@ -20,7 +20,9 @@ def split_values(text: str) -> list[str]:
     >>> split_values("0.001,0.003"), split_values("[1,2],[3]"), split_values("{'class':'adam','eps':1},sgd")
     (['0.001', '0.003'], ['[1,2]', '[3]'], ["{'class':'adam','eps':1}", 'sgd'])
     """
-    values, depth, quote = [""], 0, ""
+    values = [""]
+    depth = 0
+    quote = ""
     for letter in text:
         if quote or letter in "'\"":
             quote = "" if letter == quote else quote or letter
@@ -36,7 +38,7 @@ def parse_sweep(texts: Sequence[str], overrides: Mapping[str, str]) -> tuple[lis
     """The runs of a sweep as dicts of values by key, and problems.
 
     Args:
-        given: texts 'KEY=VALUE,VALUE', of which all combinations are run.
+        texts: 'KEY=VALUE,VALUE', of which all combinations are run.
         overrides: the overrides of all runs.
 
     >>> parse_sweep(["learning_rate=0.1,0.2", "max_seqs=8"], {})

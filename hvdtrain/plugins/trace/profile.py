@@ -40,7 +40,8 @@ def profile_steps(settings: Settings, session: Session) -> Iterator[StepRecorder
     if number is None:
         yield None
         return
-    comm, folder = session.comm, settings.records / "profile"
+    comm = session.comm
+    folder = settings.records / "profile"
     on_gpu = session.learner.device_name != "CPU"
     profile = Profile(
         RankProfiler(FRAMEWORKS[settings.run.backend].profiler(on_gpu), comm.rank, comm.size),

@@ -36,8 +36,8 @@ def open_trackers(settings: Settings, session: Session, start: Start) -> Iterato
         boards.append(receivers.TensorBoard(settings.records / "tensorboard", session.progress.step, parameters))
     track_epoch = as_function(keys.track_epoch, "track_epoch")
     if track_epoch is not None:
-        trackers.append(receivers.BestEffortReporter("track_epoch", receivers.TrackEpoch(track_epoch)))
-    tolerant = [receivers.BestEffortReporter("use_tensorboard", board) for board in boards]
+        trackers.append(receivers.BestEffortReporter("track_epoch", partial(receivers.call_with_metrics, track_epoch)))
+    tolerant = [receivers.BestEffortReporter("use_tensorboard", board.epoch) for board in boards]
     with _open_services(settings, keys, session, start) as services:
         yield Reporters(
             services,
@@ -51,16 +51,18 @@ def open_trackers(settings: Settings, session: Session, start: Start) -> Iterato
 def _open_services(
     settings: Settings, keys: TrackerKeys, session: Session, start: Start
 ) -> Iterator[list[receivers.BackgroundTracker]]:
-    services, metrics_file = keys.factories, keys.metrics_file
+    services = keys.factories
+    metrics_file = keys.metrics_file
     if not services and metrics_file is None:
         yield []
         return
     if services and "report" in ARTIFACTS and find_spec("plotly") is None:
         log.warning("trackers: no report page will be kept with the run, since plotly is not installed (pip install plotly)")
-    folder, progress = settings.records.absolute(), session.progress
+    folder = settings.records.absolute()
+    progress = session.progress
     name = models_of(folder).name if folder == models_of(folder) else f"{models_of(folder).name}/{Path(settings.run.model).name}"
     ids = receivers.RunIds(folder)
-    known = ids.read() if progress.step else {}  # a training that starts from scratch is a new run
+    run_ids = ids.read() if progress.step else {}  # a training that starts from scratch is a new run
     git = git_state(settings.files[0].absolute().parent if settings.files else folder) if services else {}
     trackers: list[receivers.BackgroundTracker] = []
 
@@ -74,7 +76,7 @@ def _open_services(
             is_first = number == [candidate.label for candidate in services].index(service.label)
             label = service.label if is_first else f"{service.label} ({number})"
             config = config_values(start.settings)
-            run = RunDescription(name, folder, known.get(label), progress.step, config, git, start)
+            run = RunDescription(name, folder, run_ids.get(label), progress.step, config, git, start)
             begin(receivers.BackgroundTracker(label, service.make, partial(ids.store, label)), run)
         if metrics_file is not None:
             run = RunDescription(name, folder, None, progress.step, {}, {}, start)

@@ -68,8 +68,7 @@ class MetricsFile(Tracker):
         self._numbers |= {"epoch": epoch, "step": step, **numbers}
         self._write()
 
-    def log_steps(self, epoch: int, step: int, numbers: Mapping[str, float]) -> None:
-        self.log_epoch(epoch, step, numbers)
+    log_steps = log_epoch
 
     def end(self, status: Status) -> None:
         self._state = status

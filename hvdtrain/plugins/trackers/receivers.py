@@ -21,7 +21,7 @@ from hvdtrain.disk.atomic import write_atomically
 from hvdtrain.errors import ConfigError, prunes
 from hvdtrain.plugins.trackers.services import ARTIFACTS, RunDescription
 from hvdtrain.report.ends import Status
-from hvdtrain.report.epoch import FEW_RANKS, EpochReport, EvaluationReport, Reporter
+from hvdtrain.report.epoch import FEW_RANKS, EpochReport, EvaluationReport
 from hvdtrain.report.steps import StepRecord
 from hvdtrain.runtime import log
 
@@ -40,7 +40,7 @@ def metrics(report: EpochReport) -> dict[str, float]:
 
     Seconds are averaged over the ranks; shares refer to the summed time of all ranks.
     """
-    numbers = {name.replace("_loss_", "/", 1): value for name, value in report.scores.items()}
+    numbers = evaluation_metrics(report)
     numbers |= {"learning_rate": report.learning_rate, "time/elapsed": report.elapsed, "time/computing_share": report.computing}
     if report.loss_scale is not None:
         numbers["loss_scale"] = report.loss_scale
@@ -59,33 +59,27 @@ def metrics(report: EpochReport) -> dict[str, float]:
     return numbers | {f"padding/{name}": share for name, share in report.padding.items()}
 
 
-def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
+def evaluation_metrics(report: EpochReport | EvaluationReport) -> dict[str, float]:
     """The scores of an evaluation within an epoch, under the same names as those of epochs: `dev/ce`."""
     return {name.replace("_loss_", "/", 1): value for name, value in report.scores.items()}
 
 
-class TrackEpoch:
-    """Calls the config's `track_epoch` with the metrics of every epoch."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def epoch(self, report: EpochReport) -> None:
-        numbers: Mapping[str, float] = metrics(report)
-        self._function(epoch=report.epoch, step=report.global_step, metrics=numbers)
+def call_with_metrics(function: Callable[..., Any], report: EpochReport) -> None:
+    """Call the config's `track_epoch` with the metrics of an epoch."""
+    function(epoch=report.epoch, step=report.global_step, metrics=metrics(report))
 
 
 class BestEffortReporter:
-    """Passes reports on to a reporter; logs its first failure, and raises nothing but what prunes a trial."""
+    """Passes reports on to a function; logs its first failure, and raises nothing but what prunes a trial."""
 
-    def __init__(self, name: str, reporter: Reporter) -> None:
+    def __init__(self, name: str, receive: Callable[[EpochReport], object]) -> None:
         self._name = name
-        self._reporter = reporter
+        self._receive = receive
         self._has_failed = False
 
     def epoch(self, report: EpochReport) -> None:
         try:
-            self._reporter.epoch(report)
+            self._receive(report)
         except Exception as error:
             if prunes(error):
                 raise
@@ -270,7 +264,10 @@ class TensorBoard:
                 "missing-package", f"use_tensorboard: expected TensorBoard, got: {error} (pip install tensorboard)"
             ) from None
         self._folder = folder
-        self._event, self._summary, self._histogram, self._writer = Event, Summary, HistogramProto, RecordWriter
+        self._event = Event
+        self._summary = Summary
+        self._histogram = HistogramProto
+        self._writer = RecordWriter
         self._parameters = parameters
         self._begin = [
             Event(wall_time=time.time(), file_version="brain.Event:2"),
@@ -283,22 +280,20 @@ class TensorBoard:
         numbers = metrics(report)
         for rank, seconds in enumerate(report.seconds) if len(report.seconds) <= FEW_RANKS else ():
             numbers |= {f"time of rank {rank}/{name}": value for name, value in seconds.items()}
-        values = self._values(numbers)
+        histograms = []
         for name, array in self._parameters() if self._parameters is not None else ():
             if (counts := histogram(array)) is not None:
-                values.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**counts)))
-        self._write(report.global_step, values)
+                histograms.append(self._summary.Value(tag=f"parameters/{name}", histo=self._histogram(**counts)))
+        self._write(report.global_step, numbers, histograms)
 
     def step(self, record: StepRecord) -> None:
-        self._write(record.global_step, self._values(step_metrics(record)))
+        self._write(record.global_step, step_metrics(record))
 
     def evaluation(self, report: EvaluationReport) -> None:
-        self._write(report.global_step, self._values(evaluation_metrics(report)))
+        self._write(report.global_step, evaluation_metrics(report))
 
-    def _values(self, numbers: Mapping[str, float]) -> list[Any]:
-        return [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-
-    def _write(self, step: int, values: Sequence[Any]) -> None:
+    def _write(self, step: int, numbers: Mapping[str, float], histograms: Sequence[Any] = ()) -> None:
+        values = [*(self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()), *histograms]
         event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:

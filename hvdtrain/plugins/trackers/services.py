@@ -199,10 +199,10 @@ class MLflow:
                 allow.set(True)
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._id = (None if run.id is None else self._existing(run.id)) or self._new(run)
-        known = self._client.get_run(self._id).data.params
+        logged = self._client.get_run(self._id).data.params
         wanted = {_mlflow_name(name): str(value)[:6000] for name, value in _flat({**run.config, **run.facts})}
-        params = [mlflow.entities.Param(name, value) for name, value in wanted.items() if name not in known]
-        changed = {name: value for name, value in wanted.items() if known.get(name, value) != value}  # params cannot be changed
+        params = [mlflow.entities.Param(name, value) for name, value in wanted.items() if name not in logged]
+        changed = {name: value for name, value in wanted.items() if logged.get(name, value) != value}  # params cannot be changed
         tags = [mlflow.entities.RunTag(f"resumed.{name}", value) for name, value in changed.items()]
         self._log(params=params, tags=tags)
         return self._id

@@ -60,8 +60,8 @@ class PhaseEstimate:
         tried: descriptions of the largest batches, which were run first, without being measured.
         steps: the number of steps in the epoch.
         measured: the number of steps that were measured.
-        computing: estimated seconds of all steps.
-        reading: estimated seconds for reading all batches, which happens in the background.
+        computing_seconds: estimated for all steps.
+        reading_seconds: estimated for reading all batches, which happens in the background.
         padding: by data key, as a share of the padded frames.
     """
 
@@ -69,14 +69,14 @@ class PhaseEstimate:
     tried: list[str]
     steps: int
     measured: int
-    computing: float
-    reading: float
+    computing_seconds: float
+    reading_seconds: float
     padding: dict[str, float]
 
     @property
     def seconds(self) -> float:
         """Computing and reading overlap, so the slower one counts."""
-        return max(self.computing, self.reading)
+        return max(self.computing_seconds, self.reading_seconds)
 
 
 def dry_run(settings: Settings) -> None:
@@ -102,7 +102,8 @@ def _estimate(settings: Settings, comm: Communicator) -> bool:
         epoch = session.progress.epoch + 1
         train, *evaluations = session.epochs.feeds(session.feeds, epoch)
         with silence():  # the scores and slow ranks of these few steps mean nothing
-            tried, evaluated = EpochRecord(epoch, 0.0), dict[str, float]()
+            tried = EpochRecord(epoch, 0.0)
+            evaluated = dict[str, float]()
             phases = [_measure_phase(session, train, epoch, trainer(settings, session, limits, tried), closing=1)]
             phases += [_measure_phase(session, feed, epoch, _evaluator(session, epoch, evaluated)) for feed in evaluations]
             tried.scores.update(with_totals(evaluated, tried.losses))
@@ -197,8 +198,8 @@ def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: 
     sample = select(chosen)
     with sample.read(sample.rank_batches(sample.plan(epoch)), epoch, session.learner.staging) as batches:
         count = sum(1 for _ in batches)
-    reading = (time.perf_counter() - began) * len(chosen) / max(count, 1)
-    computing = maximum(run(sample))
+    reading_seconds = (time.perf_counter() - began) * len(chosen) / max(count, 1)
+    computing_seconds = maximum(run(sample))
     run(select(largest))  # once more, since memory is fragmented by now
     scale = float(rounds.costs.sum() / rounds.costs[chosen].sum())
     return PhaseEstimate(
@@ -206,24 +207,20 @@ def _measure_phase(session: Session, feed: Feed, epoch: int, run: Run, closing: 
         tried=[rounds.describe(number) for number in largest],
         steps=len(rounds),
         measured=len(chosen),
-        computing=scale * computing,
-        reading=scale * maximum(reading),
+        computing_seconds=scale * computing_seconds,
+        reading_seconds=scale * maximum(reading_seconds),
         padding=feed.padding(plan, epoch),
     )
 
 
 def _time_lines(phases: list[PhaseEstimate], ranks: int, epochs: int) -> list[str]:
-    """Lines about the steps that were run, and the estimates for an epoch.
-
-    Args:
-        epochs: the number of remaining epochs.
-    """
+    """Lines about the steps that were run, and the estimates for an epoch and for the remaining `epochs`."""
     train = phases[0]
     kinds = ("largest batch", "batch with the longest sequence")
-    lines = [f"dry run: {kind}: {what}" for kind, what in zip(kinds, train.tried, strict=False)]
+    lines = [f"dry run: {kind}: {description}" for kind, description in zip(kinds, train.tried, strict=False)]
     lines.append(f"dry run: {train.measured} more steps, from small batches to large ones, were measured; nothing was written")
     for phase in phases:
-        computing, reading = (seconds / max(1, phase.steps) for seconds in (phase.computing, phase.reading))
+        computing, reading = (seconds / max(1, phase.steps) for seconds in (phase.computing_seconds, phase.reading_seconds))
         slow = f", held up by reading, {reading:.3g} s each" if reading > computing else ""
         steps = f"{phase.steps} step{'s' if phase.steps != 1 else ''} of {computing:.3g} s{slow}"
         lines.append(f"estimate: {phase.name}: {duration_text(phase.seconds)} ({steps})")
@@ -235,7 +232,8 @@ def _time_lines(phases: list[PhaseEstimate], ranks: int, epochs: int) -> list[st
 
 def _memory_lines(session: Session) -> list[str]:
     """Collective. Lines about the memory that the ranks needed, and the size of a checkpoint."""
-    comm, learner = session.comm, session.learner
+    comm = session.comm
+    learner = session.learner
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in KB on Linux
     peaks = comm.gather((host, learner.meter.peak_memory()), name="peak_memory")
     lines = [f"estimate: memory: {_largest([host for host, _ in peaks])}"]

@@ -146,7 +146,8 @@ class Search:
 
     def _smallest(self) -> int:
         """The limit with which every sequence makes a batch by itself, or fits into one."""
-        lengths, keys = self._feed.lengths_in(self._epoch), self._feed.batch_keys
+        lengths = self._feed.lengths_in(self._epoch)
+        keys = self._feed.batch_keys
         if self._limit.name == "max_seqs":
             return 1
         costs = costs_of(keys, lengths)
@@ -177,7 +178,6 @@ class Search:
         return all(fits for _, fits in attempts), attempts[self._comm.rank][0]
 
     def _is_whole(self, number: int) -> bool:
-        """Whether a larger limit would not make the batches larger."""
         plans = [self._with(limit).plan(self._epoch) for limit in (number, 2 * number)]
         return plans[0].num_batches <= self._comm.size or plans[0].num_batches == plans[1].num_batches
 

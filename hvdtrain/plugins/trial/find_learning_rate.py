@@ -111,7 +111,8 @@ class RampLog(StepLog):
 
 def loss_of(scores: Scores) -> float | None:
     """The minimized loss, per element: the means of all losses, with their scales; None: there are no elements."""
-    means, scales = scores.means(), scores.scales()
+    means = scores.means()
+    scales = scores.scales()
     return sum(scale * means[name] for name, scale in scales.items()) if scales else None
 
 
@@ -123,7 +124,8 @@ def find_learning_rate(settings: Settings) -> None:
         steps_per_update = open_limits(settings, session.epochs).steps_per_update
         limits = TrainingLimits(1_000_000, steps_per_update=steps_per_update, finite=False)
         announce(settings, session, limits, gather_hosts(session))
-        first, epoch = session.progress.step, session.progress.epoch + 1
+        first = session.progress.step
+        epoch = session.progress.epoch + 1
         rounds = limits.steps_per_update(epoch, float(epoch - 1), first)
         ramp = Ramp(lowest, highest, int(updates) * rounds)
         log.info(f"learning rates from {lowest:g} to {highest:g} in {int(updates)} updates; no model is saved")

@@ -26,11 +26,11 @@ def parse_placements(value: Any) -> list[Placement]:
     >>> [str(placement) for placement in parse_placements("2, 8,64:4")], parse_placements((2, 8)) == parse_placements("2,8")
     (['2', '8', '64:4'], True)
     """
-    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [value]
+    entries = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else [value]
     placements = []
-    for part in parts:
-        match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(part).strip())
-        if match is None or isinstance(part, bool):
+    for entry in entries:
+        match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(entry).strip())
+        if match is None or isinstance(entry, bool):
             raise ValueError(value)
         placements.append(Placement(int(match[1]), int(match[2]) if match[2] else None))
     if not placements:

@@ -190,8 +190,8 @@ def _predict(measured: Measurement, work: Work, placement: Placement, method: Me
     jitter = slower * expected_maximum(measured.jitter, ranks) / math.sqrt(min(window, rounds))
     slow_rank = slower * measured.slow_rank if ranks > 1 else 0.0
     network = exchange_wait(measured, ranks, method, computing + idle) / min(window, rounds)
-    reading = measured.reading_per_frame * float(work.costs.mean())
-    known = ranks == 1 or measured.exchange is not None
+    reading_seconds = measured.reading_per_frame * float(work.costs.mean())
+    is_measured = ranks == 1 or measured.exchange is not None
     prediction = Prediction(
         placement=placement,
         method=method,
@@ -200,8 +200,8 @@ def _predict(measured: Measurement, work: Work, placement: Placement, method: Me
         batches=max(0.0, largest - computing - idle),
         jitter=jitter,
         slow_rank=slow_rank,
-        network=network if known else None,
-        data=max(0.0, reading - largest - jitter - slow_rank - network),
+        network=network if is_measured else None,
+        data=max(0.0, reading_seconds - largest - jitter - slow_rank - network),
         rate=0.0,
     )
     return replace(prediction, rate=work.num_sequences / (rounds * prediction.seconds))

@@ -61,12 +61,13 @@ def predict_speed(comm: Communicator, settings: Settings, placements: Sequence[P
         counts = [_count(warm_up(learner, largest[0]), len(learners), plan) for learner in learners]
         counts = comm.gather(counts, name="doctor.count")[0]
         chosen = spread(costs, max(counts))
-        read, reading = _read(feed, plan, chosen)
-        reading = statistics.fmean(comm.gather(reading, name="doctor.reading")) / max(1, int(costs[chosen].sum()))
+        read, reading_seconds = _read(feed, plan, chosen)
+        reading_seconds = statistics.fmean(comm.gather(reading_seconds, name="doctor.reading"))
+        reading_per_frame = reading_seconds / max(1, int(costs[chosen].sum()))
         # With a slow network, a step with the other ranks takes much longer: fewer of them are measured.
         few = spread(costs[chosen], counts[-1])
         seconds = step_seconds(comm, learners, [read, [read[number] for number in few]][: len(learners)])
-        measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading)
+        measured = _computing(comm, settings, alone.learner, costs[chosen], seconds[0], reading_per_frame)
         if comm.size > 1:
             exchange = _exchange(comm, settings, alone.learner)
             travel = predict.gradient_exchange_seconds(measured, exchange, comm.size)
@@ -199,15 +200,16 @@ def fit(costs: Array, seconds: Array) -> tuple[float, float, tuple[float, ...], 
         costs: padded frames of batches; shape (batches,).
         seconds: of steps; shape (ranks, turns, batches).
     """
-    frames, flat = numpy.broadcast_to(costs, seconds.shape).ravel().astype(float), seconds.ravel()
+    frames = numpy.broadcast_to(costs, seconds.shape).ravel().astype(float)
+    flat = seconds.ravel()
     spread = float(frames.var())
     per_frame = max(0.0, float(((frames - frames.mean()) * (flat - flat.mean())).mean()) / spread) if spread else 0.0
     fixed = float(flat.mean()) - per_frame * float(frames.mean())
     if fixed < 0:
         fixed, per_frame = 0.0, float(flat.mean() / frames.mean())
-    rest = seconds - (fixed + per_frame * costs)
-    means = rest.mean(axis=(1, 2))
-    jitter = rest - means[:, None, None]
+    residuals = seconds - (fixed + per_frame * costs)
+    means = residuals.mean(axis=(1, 2))
+    jitter = residuals - means[:, None, None]
     excess = float(means.max() - numpy.median(means)) if len(means) > 2 else float(means.max() - means.min())
     noise = 3 * float(jitter.std()) * (2 / jitter[0].size) ** 0.5
     slow_rank = excess if excess > max(noise, SLOW * float(flat.mean())) else 0.0

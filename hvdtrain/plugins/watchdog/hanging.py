@@ -30,20 +30,20 @@ def describe(heartbeats: Heartbeats, diagnosis: Diagnosis, heartbeat: Heartbeat)
         return f"{'; '.join(lines)}: the remaining ranks are blocked on {them} and will exit"
     if diagnosis.silent:
         return "; ".join(_silent_line(heartbeats, rank) for rank in diagnosis.silent[:SHOWN])
-    known = heartbeats.heartbeats(heartbeat)
-    waiting = [rank for rank in known if rank not in diagnosis.hanging]
-    if not waiting and all(known[rank].waits for rank in diagnosis.hanging if rank in known):
+    by_rank = heartbeats.heartbeats(heartbeat)
+    waiting = [rank for rank in by_rank if rank not in diagnosis.hanging]
+    if not waiting and all(by_rank[rank].waits for rank in diagnosis.hanging if rank in by_rank):
         activities = "; ".join(
-            f"rank {rank}: {last.activity}, for {last.idle:.0f} s" for rank, last in sorted(known.items())[:SHOWN]
+            f"rank {rank}: {last.activity}, for {last.idle:.0f} s" for rank, last in sorted(by_rank.items())[:SHOWN]
         )
         return f"every rank waits for others: was a connection lost, or do they call different collectives? {activities}"
     text = "; ".join(
-        f"rank {rank} on {heartbeats.contacts[rank].host} hangs: no progress for {known[rank].idle:.0f} s (watchdog_timeout) "
-        f"in {known[rank].activity}"
+        f"rank {rank} on {heartbeats.contacts[rank].host} hangs: no progress for {by_rank[rank].idle:.0f} s (watchdog_timeout) "
+        f"in {by_rank[rank].activity}"
         for rank in diagnosis.hanging[:SHOWN]
     )
     others = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
-    unknown = [str(rank) for rank in range(len(heartbeats.contacts)) if rank not in known]
+    unknown = [str(rank) for rank in range(len(heartbeats.contacts)) if rank not in by_rank]
     unheard = f"; no heartbeat from rank {', '.join(unknown[:SHOWN])}" if unknown else ""
     return text + (f"; {others} for {'it' if len(diagnosis.hanging) == 1 else 'them'}" if waiting else "") + unheard
 

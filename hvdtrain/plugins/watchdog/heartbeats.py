@@ -139,31 +139,31 @@ class Heartbeats:
     def listen(self, seconds: float) -> None:
         """Handle the datagrams of other ranks for this long."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining := deadline - time.monotonic()) > 0:
             if self.datagrams is None:
-                time.sleep(left)
-            elif (received := self.datagrams.receive(left)) is not None:
+                time.sleep(remaining)
+            elif (received := self.datagrams.receive(remaining)) is not None:
                 self._handle(*received)
 
     def _handle(self, data: bytes, address: Address) -> None:
         # Authenticate before parsing: anyone who can reach the port could send input that breaks the parser.
         if (body := verify(self.contacts[0].token, data)) is None:
             return
-        sender, receiver, number, what = json.loads(body)
+        sender, receiver, number, content = json.loads(body)
         # Refuse replayed datagrams, also on another rank.
         if number <= self._number_received.get(sender, 0) or receiver != self.rank:
             return
         self._number_received[sender] = number
-        if what == ENDED:
+        if content == ENDED:
             self.last.pop(sender, None)
             self._ended.add(sender)
-        elif what == FAILED:
+        elif content == FAILED:
             self._gone.add(sender)
         elif sender in self._above:
             self.last[sender] = _LastDatagram(None, time.monotonic(), address)
-            self._follow(sender, *what)
+            self._follow(sender, *content)
         else:
-            heartbeat, group = what
+            heartbeat, group = content
             self.last[sender] = _LastDatagram(Heartbeat(*heartbeat), time.monotonic(), address)
             if group is not None:
                 self._take_group(sender, GroupReport.from_json(group))
@@ -171,7 +171,8 @@ class Heartbeats:
 
     def _follow(self, sender: int, diagnosis: Sequence[Any] | None, needs_details: bool) -> None:
         """Take over a diagnosis from above; a relay passes it on."""
-        before, self._reply = self._reply, None if diagnosis is None else Diagnosis.from_json(diagnosis)
+        before = self._reply
+        self._reply = None if diagnosis is None else Diagnosis.from_json(diagnosis)
         if sender == self.hub != 0:
             self.last.pop(0, None)  # it need not send anything to this rank any more
         if needs_details:
@@ -187,8 +188,8 @@ class Heartbeats:
         self._ended |= set(group.ended)
         now = time.monotonic()
         for rank, age, *heartbeat in group.members or ():
-            known = self.last.get(rank)
-            if known is None or known.address is None or known.received_at < now - age:
+            last = self.last.get(rank)
+            if last is None or last.address is None or last.received_at < now - age:
                 self.last[rank] = _LastDatagram(Heartbeat(*heartbeat), now - age, None)
 
     def _group_report(self) -> GroupReport:
@@ -210,14 +211,14 @@ class Heartbeats:
             self._send_below(message)
         if self.rank == 0:
             return
-        what: object = message
+        content: object = message
         if isinstance(message, Heartbeat):
-            what = [values(message), self._group_report().as_json() if self._below else None]
+            content = [values(message), self._group_report().as_json() if self._below else None]
         for receiver in self._receivers():
             last = self.last[receiver] if receiver in self._sources() else None
             addresses = self.addresses if receiver == 0 else self.hub_addresses
             for address in addresses if last is None or last.address is None else [last.address]:
-                self._send_to(receiver, address, what)
+                self._send_to(receiver, address, content)
 
     def _receivers(self) -> Sequence[int]:
         """The ranks to send heartbeats to: the one that this rank always sends them to and, if that is a silent relay, rank 0."""
@@ -229,15 +230,15 @@ class Heartbeats:
         diagnosis = self._last_diagnosis
         return [None if diagnosis is None else diagnosis.as_json(), time.monotonic() < self._details_until]
 
-    def _send_below(self, what: object) -> None:
+    def _send_below(self, content: object) -> None:
         for rank, last in list(self.last.items()):
             if rank not in self._above and last.address is not None:
-                self._send_to(rank, last.address, what)
+                self._send_to(rank, last.address, content)
 
-    def _send_to(self, receiver: int, address: Address, what: object) -> None:
+    def _send_to(self, receiver: int, address: Address, content: object) -> None:
         if self.datagrams is not None:
             self._number_sent += 1
-            body = json.dumps([self.rank, receiver, self._number_sent, what]).encode()
+            body = json.dumps([self.rank, receiver, self._number_sent, content]).encode()
             self.datagrams.send(sign(self.contacts[0].token, body), address)
 
     def close(self) -> None:
@@ -277,11 +278,7 @@ class Heartbeats:
 
     def _find_gone_ranks(self, local: Collection[int]) -> None:
         """Find the ranks that ended without sending a message: on this host, their processes are gone; on other hosts, they are
-        silent, and the kernel reports that their ports are closed.
-
-        Args:
-            local: ranks of this host.
-        """
+        silent, and the kernel reports that their ports are closed."""
         self._gone |= {rank for rank in set(local) - self._ended if self.contacts[rank].process.has_ended()}
         if self.datagrams is None:
             return
@@ -331,7 +328,7 @@ class Heartbeats:
         for name, ranks in by_host.items():
             host = self.datagrams.hosts[name]
             if host.answers and not ranks <= silent:
-                host.asked = 0
+                host.num_probes = 0
             else:
                 self.datagrams.ask(name)
             if host.is_lost:
@@ -353,7 +350,8 @@ class Heartbeats:
 
     def _silent(self) -> set[int]:
         now = time.monotonic()
-        seconds, more = SILENT * self.interval, 2 * self.interval  # what a relay reports is older
+        seconds = SILENT * self.interval
+        more = 2 * self.interval  # what a relay reports is older
         silent = {
             rank
             for rank, last in self.last.items()

@@ -129,18 +129,18 @@ class Host:
 
     Attributes:
         answers: whether it has ever answered; behind a firewall it may never do so.
-        asked: the number of probes since its last answer. Not seconds, which would count the time this process is suspended.
-        asked_at: when it was last probed.
+        num_probes: since its last answer. Not seconds, which would count the time this process is suspended.
+        probed_at: when it was last probed.
     """
 
     answers: bool = False
-    asked: int = 0
-    asked_at: float = -math.inf
+    num_probes: int = 0
+    probed_at: float = -math.inf
 
     @property
     def is_lost(self) -> bool:
         """Whether it has stopped answering."""
-        return self.answers and self.asked * ASK_EVERY > SECONDS_TO_ANSWER
+        return self.answers and self.num_probes * ASK_EVERY > SECONDS_TO_ANSWER
 
 
 DIGEST = "sha256"
@@ -201,9 +201,9 @@ class Datagrams:
         """Ask a host whether it is up. Call this repeatedly; a host that never answers is no longer asked after some time."""
         host = self.hosts[name]
         now = time.monotonic()
-        if now - host.asked_at >= ASK_EVERY and (host.answers or host.asked * ASK_EVERY < SECONDS_TO_ANSWER):
-            host.asked = host.asked + 1
-            host.asked_at = now
+        if now - host.probed_at >= ASK_EVERY and (host.answers or host.num_probes * ASK_EVERY < SECONDS_TO_ANSWER):
+            host.num_probes += 1
+            host.probed_at = now
             self.probe((name, CLOSED_PORT))
 
     def receive(self, seconds: float) -> tuple[bytes, Address] | None:
@@ -218,12 +218,14 @@ class Datagrams:
     def _take_errors(self) -> None:
         with suppress(OSError):  # there are no more
             while True:
-                _, parts, _, address = self._udp.recvmsg(0, 512, socket.MSG_ERRQUEUE)
-                if any(part[:2] == (socket.IPPROTO_IP, IP_RECVERR) and _refuses(part[2], address[0]) for part in parts):
+                _, messages, _, address = self._udp.recvmsg(0, 512, socket.MSG_ERRQUEUE)
+                if any(
+                    message[:2] == (socket.IPPROTO_IP, IP_RECVERR) and _refuses(message[2], address[0]) for message in messages
+                ):
                     self.refused[address] = time.monotonic()
                     host = self.hosts[address[0]]
                     host.answers = True
-                    host.asked = 0
+                    host.num_probes = 0
 
     def close(self) -> None:
         self._udp.close()

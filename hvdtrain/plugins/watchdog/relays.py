@@ -112,13 +112,13 @@ def ranges_text(ranks: Collection[int]) -> str:
     >>> ranges_text([7, 0, 1, 2, 9])
     '0-2,7,9'
     """
-    parts: list[list[int]] = []
+    spans: list[list[int]] = []
     for rank in sorted(ranks):
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
         else:
-            parts.append([rank, rank])
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in parts)
+            spans.append([rank, rank])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
@@ -127,5 +127,5 @@ def ranks_in(text: str) -> tuple[int, ...]:
     >>> ranks_in("0-2,7"), ranks_in("")
     ((0, 1, 2, 7), ())
     """
-    ends = (part.partition("-") for part in text.split(",") if part)
+    ends = (span.partition("-") for span in text.split(",") if span)
     return tuple(rank for first, _, last in ends for rank in range(int(first), int(last or first) + 1))

@@ -40,8 +40,11 @@ WAITS_IN = (
 SECONDS_FOR_STACKS = 0.5
 """How long silent processes have to print their stacks before they are killed."""
 
-LEAST, TIMES = 60.0, 20.0
-"""Afterwards: this many seconds, or this many times the longest interval between two signs of progress so far."""
+LEAST = 60.0
+"""Afterwards: the least seconds that are allowed."""
+
+TIMES = 20.0
+"""So many times the longest interval between two signs of progress so far is allowed."""
 
 
 @dataclass

@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_every_second_of_three_starts_has_one_cause() -> None:
     end = third.spent(is_end=True)
     assert end.seconds == clock.now - 996.0
     assert (end.useful, end.rest, end.starts) == (25.0, 1.0, 3)
-    assert Spent.from_state(end.state()) == end
+    assert Spent.from_state(asdict(end)) == end
     assert end.entries()["share"] == round(25 / end.seconds, 4)
 
     later = before_start(end, None, [], last_sign=9999.0)  # after a stop, another job goes on a day later

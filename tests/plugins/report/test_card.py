@@ -83,6 +83,12 @@ def test_no_card_is_overwritten(trained: Path, capsys: pytest.CaptureFixture[str
     assert "scores.jsonl" in capsys.readouterr().err
 
 
+def test_a_training_without_a_finished_epoch_has_no_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "starts.jsonl").write_text('{"command": "python -m hvdtrain config.py"}\n')
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}: expected at least one finished epoch, got none\n"
+
+
 def test_metadata_that_the_hub_does_not_read_is_an_error() -> None:
     with pytest.raises(DataError, match="huggingface_hub can read"):
         check("---\nmodel-index: 3\n---\n# a\n")

@@ -78,7 +78,7 @@ RECORDS = [
 def test_returnn_reads_what_is_written(tmp_path: Path) -> None:
     path = tmp_path / "made" / "learning_rates"
     file = LearningRateFile(path, RECORDS[:1])
-    file.epoch(RECORDS[1])
+    file.add(RECORDS[1])
     theirs = load_learning_rate_control_from_config(Config({"learning_rate": 9.0, "learning_rate_file": str(path)}))
     read = {epoch: (data.learning_rate, data.error) for epoch, data in theirs.epoch_data.items()}
     assert read == {record.epoch: (record.learning_rate, record.scores) for record in RECORDS}

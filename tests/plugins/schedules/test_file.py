@@ -7,7 +7,7 @@ import pytest
 from returnn.learning_rate_control import LearningRateControl
 
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.plugins.schedules.file import LearningRateFile, epoch_meta, read_learning_rate_file
+from hvdtrain.plugins.schedules.file import LearningRateFile, read_learning_rate_file
 from hvdtrain.report.epoch import EpochReport
 from hvdtrain.schedule.history import EpochRecord
 
@@ -51,9 +51,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(tmp_path: Path
 def test_epochs_that_a_stopped_run_lost_are_written_anew(tmp_path: Path) -> None:
     path = tmp_path / "rates"
     for record in [EpochRecord(epoch, 0.1 * epoch, {"dev_loss_ce": 1.0}) for epoch in (1, 2, 3)]:
-        LearningRateFile(path, read_learning_rate_file(path) if path.exists() else []).epoch(record)
+        LearningRateFile(path, read_learning_rate_file(path) if path.exists() else []).add(record)
     again = EpochRecord(2, 7.0, {"dev_loss_ce": 2.0})
-    LearningRateFile(path, read_learning_rate_file(path)).epoch(again)
+    LearningRateFile(path, read_learning_rate_file(path)).add(again)
     assert [record.learning_rate for record in read_learning_rate_file(path)] == [0.1, 7.0]
 
 
@@ -62,7 +62,7 @@ def test_what_is_noted_of_an_epoch_beside_its_scores_stays(tmp_path: Path) -> No
     path = tmp_path / "rates"
     path.write_text("{1: EpochData(learningRate=0.5, error={':meta:hostname': 'here', ':meta:odd': [1], 'dev_score': 1.0})}")
     report = EpochReport(2, 10, 30, 4.6, 0.9, 0.25, 100, {"train_loss_ce": 2.0, "dev_loss_ce": math.inf})
-    LearningRateFile(path, read_learning_rate_file(path), epoch_meta).epoch(report)
+    LearningRateFile(path, read_learning_rate_file(path)).epoch(report)
     read = eval(path.read_text(), {"EpochData": EpochData})
     assert read[1].error == {"dev_score": 1.0}
     assert read[1].meta == {"hostname": "here"}

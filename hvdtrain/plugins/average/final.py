@@ -134,7 +134,7 @@ def _average(
     session: Session,
     checkpoints: CheckpointFolder,
 ) -> AverageScores:
-    """Collective. Make and evaluate one average, unless `known` is what would be made."""
+    """Collective. Make and evaluate one average, unless `earlier` is what would be made."""
     epoch = session.progress.epoch
     framework = FRAMEWORKS[settings.run.backend]
     suffix = settings.saving.checkpoint_format or framework.suffix

@@ -13,6 +13,7 @@ from hdf_files import Change, laid_out, put
 from opened_data import opened
 
 from hvdtrain.data.dataset import DatasetPart
+from hvdtrain.errors import BrokenSequence
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.plugins.same_data.identity import _is_close, _numbers, changes, identify, rewritten_files
 
@@ -177,6 +178,28 @@ def test_python_of_ones_own_is_known_by_what_is_the_same_when_read_again() -> No
     with_gaps = parts_of({"class": Own, "value": numpy.nan})
     assert identify(with_gaps)[0]["samples"]["data"]
     assert found(with_gaps, parts_of({"class": Own, "value": 1.0})) != []
+
+
+class Broken:
+    """Items with names, one of which cannot be read."""
+
+    lengths = (1, 2, 3)
+
+    def __init__(self, broken: int | None = 1) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        if index == self.broken:
+            raise BrokenSequence("no file")
+        return {"seq_tag": f"item {index}", "data": numpy.ones(index + 1, numpy.float32)}
+
+
+def test_the_names_of_broken_items_do_not_count() -> None:
+    before, whole = parts_of({"class": Broken}), parts_of({"class": Broken, "broken": None})
+    assert found(before, before) == found(before, whole) == found(whole, before) == []
 
 
 def test_datasets_inside_others_are_compared_by_name(tmp_path: Path) -> None:

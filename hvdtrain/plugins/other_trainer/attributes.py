@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-NOT_THEIRS = ("training", "_current_fx_name")
-"""Attributes that have other owners."""
+OWNED_BY_OTHERS = ("training", "_current_fx_name")
 
 
 class Attributes:
@@ -25,25 +24,19 @@ class Attributes:
     def _values(self) -> dict[str, Any]:
         return {
             f"{owner}.{name}": value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            for owner, one in self._objects.items()
-            for name, value in vars(one).items()
-            if name not in NOT_THEIRS and is_plain(value)
+            for owner, user_object in self._objects.items()
+            for name, value in vars(user_object).items()
+            if name not in OWNED_BY_OTHERS and is_plain(value)
         }
 
     def changed(self) -> dict[str, Any]:
         """Those that have other values than at the beginning, by name."""
-        return {
-            name: value
-            for name, value in self._values().items()
-            if name not in self._initial or not is_same(value, self._initial[name])
-        }
+        return {name: value for name, value in self._values().items() if not has_same(self._initial, name, value)}
 
-    def load(self, of_ranks: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
+    def load(self, by_rank: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
         """Set what `changed` returned on all ranks: on as many ranks, each its own, else what was alike on all of them."""
-        first = of_ranks[0]
-        alike = [name for name in first if all(name in of_rank and is_same(of_rank[name], first[name]) for of_rank in of_ranks)]
-        values = of_ranks[rank] if len(of_ranks) == size else {name: first[name] for name in alike}
-        for name, value in values.items():
+        alike = {name: value for name, value in by_rank[0].items() if all(has_same(of_rank, name, value) for of_rank in by_rank)}
+        for name, value in (by_rank[rank] if len(by_rank) == size else alike).items():
             owner, _, attribute = name.rpartition(".")
             if owner in self._objects:
                 vars(self._objects[owner])[attribute] = value
@@ -54,5 +47,5 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str) or (type(value) is torch.Tensor and not value.ndim)
 
 
-def is_same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and bool(value == other)
+def has_same(values: Mapping[str, Any], name: str, value: Any) -> bool:
+    return name in values and type(values[name]) is type(value) and bool(values[name] == value)

@@ -49,14 +49,14 @@ class OtherTrainer:
 
     def keys(self) -> dict[str, Any]:
         """The keys that follow."""
-        found: dict[str, Any] = {key: getattr(self, name) for name, key in METHODS.items() if hasattr(self, name)}
+        keys: dict[str, Any] = {key: getattr(self, name) for name, key in METHODS.items() if hasattr(self, name)}
         if hasattr(self, "make_optimizer"):
-            found = {"learning_rate": 1.0, "dynamic_learning_rate": self.rate_of_optimizer, **found}
+            keys = {"learning_rate": 1.0, "dynamic_learning_rate": self.rate_of_optimizer, **keys}
         if any(name.startswith("on_") for name in dir(self)):
-            found["callbacks"] = [self]
+            keys["callbacks"] = [self]
         if hasattr(self, "of_ranks"):
-            found["epoch_scores"] = {self.name: self}
-        return found | {"train_step": self.train_step}
+            keys["epoch_scores"] = {self.name: self}
+        return keys | {"train_step": self.train_step}
 
     def train_step(self, *, model: Any, extern_data: Any, **_: Any) -> None:
         """The key train_step."""
@@ -98,28 +98,33 @@ class OtherTrainer:
         """Continue from what `state` returned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as text, which a checkpoint's file holds beside the tensors."""
-        file = io.BytesIO()
-        torch.save(without_numpy(self.state()), file)
-        if not self._is_readable:
-            self._check_readable(file)
-        return {self.name: base64.b64encode(file.getvalue()).decode()}
-
-    def _check_readable(self, file: io.BytesIO) -> None:
-        """Once, before the first checkpoint. Raises: ConfigError, if the state could not be read again."""
-        try:
-            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        except UnpicklingError as error:
-            kind = re.search(r"GLOBAL (\S+)", str(error))
-            raise ConfigError.of(
-                "wrong-result",
-                f"{self.name}: expected tensors and plain values in what hooks add to a checkpoint, got "
-                f"{kind[1] if kind else error}",
-            ) from error
-        self._is_readable = True
+        """The state as text, which a checkpoint's file holds beside the tensors. Raises: ConfigError, if it could not be read."""
+        content = to_bytes(without_numpy(self.state()))
+        if not self._is_readable:  # once, before the first checkpoint
+            try:
+                from_bytes(content)
+            except UnpicklingError as error:
+                kind = re.search(r"GLOBAL (\S+)", str(error))
+                raise ConfigError.of(
+                    "wrong-result",
+                    f"{self.name}: expected tensors and plain values in what hooks add to a checkpoint, got "
+                    f"{kind[1] if kind else error}",
+                ) from error
+            self._is_readable = True
+        return {self.name: base64.b64encode(content).decode()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.load(torch.load(io.BytesIO(base64.b64decode(state[self.name])), weights_only=True))
+        self.load(from_bytes(base64.b64decode(state[self.name])))
+
+
+def to_bytes(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def from_bytes(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def refuse_keys(key: str, values: Mapping[str, Any], reasons: Mapping[str, str]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.references import resolve
+from hvdtrain.config.references import as_function
 from hvdtrain.errors import ConfigError
 
 KEY = "lightning_trainer"
@@ -55,46 +56,47 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Arguments that would change the training: the values that they may have, and what there is instead."""
 
-
 MANY = 1_000_000
 """Epochs, of a training that ends otherwise."""
 
 CLI_ENTRIES = ("model", "data", "trainer", "seed_everything", "ckpt_path", "verbose", "weights_only")
 
 
-def keys_of_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def keys_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that follow from the arguments of a Trainer. Raises: ConfigError, with one that hvdtrain does not serve."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     norms: dict[Any, str] = {None: "gradient_clip_global_norm", "norm": "gradient_clip_global_norm", "value": "gradient_clip"}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in RENAMED:
-            found |= {} if value is None else {RENAMED[name]: value}
+            keys |= {} if value is None else {RENAMED[name]: value}
         elif name == "gradient_clip_val":
-            algorithm = given.get("gradient_clip_algorithm")
+            algorithm = arguments.get("gradient_clip_algorithm")
             if algorithm not in norms:
                 raise refuse("gradient_clip_algorithm", "norm or value", algorithm)
-            found |= {norms[algorithm]: float(value)} if value else {}
+            keys |= {norms[algorithm]: float(value)} if value else {}
         elif name == "precision":
             if value is not None and str(value) not in PRECISIONS:
                 raise refuse(name, f"one of {', '.join(PRECISIONS)}", value)
-            found |= {"mixed_precision": mixed} if (mixed := PRECISIONS.get(str(value))) else {}
+            keys |= {"mixed_precision": mixed} if (mixed := PRECISIONS.get(str(value))) else {}
         elif name in EXTENT:
-            found |= _extent(name, value)
+            keys |= _extent(name, value)
         elif name == "default_root_dir":
-            found |= {} if value is None else {"model": f"{value}/model"}
+            keys |= {} if value is None else {"model": f"{value}/model"}
         elif name in REFUSED:
-            allowed, instead = REFUSED[name]
-            if not any(type(value) in (type(one), int, float) and value == one for one in allowed):
+            served_values, instead = REFUSED[name]
+            if not any(type(value) in (type(served), int, float) and value == served for served in served_values):
                 raise refuse(name, instead, value)
         elif name not in WITHOUT_EFFECT and name != "gradient_clip_algorithm":
             raise refuse(name, "arguments of Lightning's Trainer", name)
-    steps, epochs = given.get("max_steps"), given.get("max_epochs")
-    if epochs == -1 or (epochs is None and found.keys() & {"time_limit"}) or (epochs is None and steps not in (None, -1)):
-        found["num_epochs"] = MANY if steps in (None, -1) else max(1, steps)  # at least one update in each; the last ends with it
-    if (callbacks := found.get("lightning_callbacks")) is not None:
+    steps: Any = arguments.get("max_steps")
+    epochs = arguments.get("max_epochs")
+    is_endless = steps in (None, -1)
+    if epochs == -1 or (epochs is None and ("time_limit" in keys or not is_endless)):
+        keys["num_epochs"] = MANY if is_endless else max(1, steps)  # at least one update in each; the last ends with it
+    if (callbacks := keys.get("lightning_callbacks")) is not None:
         several = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        found["lightning_callbacks"] = [made_of(one, "callbacks") for one in several]
-    return found
+        keys["lightning_callbacks"] = [instantiate(callback, "callbacks") for callback in several]
+    return keys
 
 
 def _extent(name: str, value: Any) -> dict[str, Any]:
@@ -102,9 +104,10 @@ def _extent(name: str, value: Any) -> dict[str, Any]:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None:
         return {}
-    if name == "max_time" or (name == "val_check_interval" and not is_number):
-        seconds = _seconds(name, value)
-        return {"eval_interval_minutes": seconds / 60} if name != "max_time" else {"time_limit": seconds, "time_limit_margin": 0}
+    if name == "max_time":
+        return {"time_limit": _seconds(name, value), "time_limit_margin": 0}
+    if name == "val_check_interval" and not is_number:
+        return {"eval_interval_minutes": _seconds(name, value) / 60}
     if not is_number or (isinstance(value, float) and not 0 <= value <= 1) or (isinstance(value, int) and value < -1):
         raise refuse(name, "a number of batches, or a share of them from 0.0 to 1.0", value)
     if name == "limit_train_batches" and not value:
@@ -123,30 +126,26 @@ def _seconds(name: str, value: Any) -> float:
 
 
 class Extent:
-    """How many batches are trained and evaluated, and when.
+    """How many batches are trained and evaluated, and when, by the arguments of a Trainer."""
 
-    Args:
-        given: the arguments of a Trainer.
-    """
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
-        overfit = given.get("overfit_batches")
-        self.overfits = bool(overfit)
-        self._limits = {"train": overfit, "val": overfit} if overfit else {}
-        self.min_epochs = int(given.get("min_epochs") or 0)
-        self.max_steps = -1 if given.get("max_steps") is None else int(given["max_steps"])
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._arguments = dict(arguments)
+        self.overfits = bool(arguments.get("overfit_batches"))
+        if self.overfits:
+            self._arguments |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), arguments["overfit_batches"])
+        self.min_epochs = int(arguments.get("min_epochs") or 0)
+        self.max_steps = -1 if arguments.get("max_steps") is None else int(arguments["max_steps"])
 
     def batches(self, kind: str, number: int) -> int:
         """How many of a loader's batches are used. Raises: ConfigError, if a share of them is none."""
         name = f"limit_{kind}_batches"
-        limit = self._limits.get(kind, self._given.get(name))
+        limit = self._arguments.get(name)
         if limit is None:
             return number
-        found = min(number, limit) if isinstance(limit, int) else int(number * limit)
-        if found < 1:
+        limited = min(number, limit) if isinstance(limit, int) else int(number * limit)
+        if limited < 1:
             raise refuse(name, f"a share of at least one of {number} batches", limit)
-        return found
+        return limited
 
     def batches_in(self, epoch: int, number: int, accumulated: int) -> int:
         """Those of a training epoch, of which max_steps cuts the last one."""
@@ -155,21 +154,15 @@ class Extent:
         return of_epoch if self.max_steps < 0 else max(1, min(of_epoch, (self.max_steps - before) * accumulated))
 
     def ends_after(self, updates: int) -> bool:
-        """Whether a training has as many updates as it may have."""
         return 0 <= self.max_steps <= updates
 
     def is_evaluated_after(self, number: int, of_epoch: Callable[[], int], step: int) -> bool:
-        """Whether an evaluation comes after a batch, counted from 1.
-
-        Args:
-            of_epoch: returns how many there are in the epoch.
-            step: the number of the batch in the whole training.
-        """
-        interval = self._given.get("val_check_interval")
+        """Whether an evaluation comes after a batch: its number, from 1, in an epoch of as many; `step`: in the training."""
+        interval = self._arguments.get("val_check_interval")
         if not isinstance(interval, (int, float)) or (isinstance(interval, float) and interval == 1):
             return False
         every = interval if isinstance(interval, int) else max(1, int(of_epoch() * interval))
-        is_of_all = self._given.get("check_val_every_n_epoch", 1) is None
+        is_of_all = self._arguments.get("check_val_every_n_epoch", 1) is None
         return (step if is_of_all else number) % every == 0
 
 
@@ -178,76 +171,63 @@ def refuse(name: str, expected: str, got: Any) -> ConfigError:
 
 
 def keys_of_cli(file: Path) -> dict[str, Any]:
-    """The keys that follow from the config of a LightningCLI: `model`, `data`, `trainer`, `seed_everything`, `ckpt_path`.
-
-    Raises:
-        ConfigError: it cannot be read, or has what only the CLI's program knows.
-    """
+    """The keys that follow from the config of a LightningCLI. Raises: ConfigError, if it has what only its program knows."""
     yaml = import_module("yaml")  # Lightning needs it
 
     try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError.of("unreadable", f"lightning_module: expected a config of LightningCLI, got {file}: {error}") from error
-    given = dict(given.get("fit") or given) if isinstance(given, Mapping) else {}
-    if unknown := sorted(name for name, value in given.items() if name not in CLI_ENTRIES and value is not None):
+    config = dict(config.get("fit") or config) if isinstance(config, Mapping) else {}
+    if unknown := sorted(name for name, value in config.items() if name not in CLI_ENTRIES and value is not None):
         raise ConfigError.of(
             "unsupported",
             f"{file}: expected model, data, trainer, seed_everything and ckpt_path, got {unknown[0]!r} (build it in the module: "
             "configure_optimizers has the optimizer and its schedulers)",
         )
-    found = keys_of_arguments(given.get("trainer") or {}) | {KEY: given.get("trainer") or {}}
+    arguments = config.get("trainer") or {}
+    keys = keys_of_arguments(arguments) | {KEY: arguments}
     for name, key in (("model", "lightning_module"), ("data", "datamodule")):
-        if (one := given.get(name)) is None and name == "data":
+        if (entry := config.get(name)) is None and name == "data":
             continue
-        if not isinstance(one, Mapping) or "class_path" not in one:
+        if not isinstance(entry, Mapping) or "class_path" not in entry:
             raise ConfigError.of(
                 "missing",
                 f"{file}: expected {name}.class_path, got arguments only, of a class that the CLI's program knows (write {key} = "
                 "lambda: YourClass(...) in the config)",
             )
-        found[key] = Maker(one, name)
-    if isinstance(seed := given.get("seed_everything"), int) and not isinstance(seed, bool):
-        found["random_seed"] = seed
-    if given.get("ckpt_path") is not None:
-        found["load"] = str(given["ckpt_path"])
-    return found
+        keys[key] = EntryMaker(entry, name, class_of(entry, name))
+    if isinstance(seed := config.get("seed_everything"), int) and not isinstance(seed, bool):
+        keys["random_seed"] = seed
+    if config.get("ckpt_path") is not None:
+        keys["load"] = str(config["ckpt_path"])
+    return keys
 
 
-class Maker:
-    """Makes the object of an entry with `class_path`. Raises: ConfigError.
+@dataclass(frozen=True, eq=False)
+class EntryMaker:
+    """Makes the object of an entry with `class_path`, which is of the class `kind`. Raises: ConfigError."""
 
-    Attributes:
-        kind: its class.
-    """
-
-    def __init__(self, entry: Mapping[str, Any], where: str) -> None:
-        self._entry = entry
-        self._where = where
-        self.kind = class_of(entry, where)
+    entry: Mapping[str, Any]
+    where: str
+    kind: Any
 
     def __call__(self) -> Any:
-        return made_of(self._entry, self._where)
+        return instantiate(self.entry, self.where)
 
 
 def class_of(entry: Mapping[str, Any], where: str) -> Any:
-    """The class of `class_path`. Raises: ConfigError."""
     module, _, name = str(entry["class_path"]).rpartition(".")
-    try:
-        return resolve(f"{module}:{name}")
-    except (ImportError, ValueError) as error:
-        raise ConfigError.of(
-            "cannot-import", f"{where}: expected the class of class_path, got {entry['class_path']!r}: {error}"
-        ) from error
+    return as_function(f"{module}:{name}", f"{where}.class_path")
 
 
-def made_of(value: Any, where: str) -> Any:
+def instantiate(value: Any, where: str) -> Any:
     """The object of an entry with `class_path` and `init_args`, and of those inside it. Raises: ConfigError."""
     if isinstance(value, list):
-        return [made_of(one, where) for one in value]
+        return [instantiate(item, where) for item in value]
     if not isinstance(value, Mapping):
         return value
     if "class_path" not in value:
-        return {name: made_of(one, where) for name, one in value.items()}
+        return {name: instantiate(argument, where) for name, argument in value.items()}
     arguments = {**(value.get("init_args") or {}), **(value.get("dict_kwargs") or {})}
-    return class_of(value, where)(**{name: made_of(one, where) for name, one in arguments.items()})
+    return class_of(value, where)(**{name: instantiate(argument, where) for name, argument in arguments.items()})

@@ -12,44 +12,39 @@ import torch
 
 import hvdtrain
 from hvdtrain.errors import CheckpointError
-from hvdtrain.plugins.lightning.given import Given
+from hvdtrain.plugins.lightning.user_objects import UserObjects
 from hvdtrain.runtime import log
 
 
-def hook_state(given: Given, trainer: Any, contents: dict[str, Any]) -> dict[str, Any]:
+def hook_state(user: UserObjects, trainer: Any, contents: dict[str, Any]) -> dict[str, Any]:
     """What the module, the datamodule and the callbacks add to a checkpoint."""
-    named = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "callbacks": {}, **contents}
-    for callback in given.callbacks:
+    contents = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "callbacks": {}, **contents}
+    for callback in user.callbacks:
         if state := callback.state_dict():
-            named["callbacks"][callback.state_key] = state
-        callback.on_save_checkpoint(trainer, given.module, named)
-    if given.datamodule is not None and (state := given.datamodule.state_dict()):
-        named[type(given.datamodule).__qualname__] = state
-    given.module.on_save_checkpoint(named)
-    return named
+            contents["callbacks"][callback.state_key] = state
+        callback.on_save_checkpoint(trainer, user.module, contents)
+    if user.datamodule is not None and (state := user.datamodule.state_dict()):
+        contents[type(user.datamodule).__qualname__] = state
+    user.module.on_save_checkpoint(contents)
+    return contents
 
 
-def load_hooks(given: Given, trainer: Any, contents: dict[str, Any]) -> None:
+def load_hooks(user: UserObjects, trainer: Any, contents: dict[str, Any]) -> None:
     """Give the module, the datamodule and the callbacks what `hook_state` returned."""
-    given.module.on_load_checkpoint(contents)
-    if given.datamodule is not None and type(given.datamodule).__qualname__ in contents:
-        given.datamodule.load_state_dict(contents[type(given.datamodule).__qualname__])
-    for callback in given.callbacks:
-        callback.on_load_checkpoint(trainer, given.module, contents)
+    user.module.on_load_checkpoint(contents)
+    if user.datamodule is not None and type(user.datamodule).__qualname__ in contents:
+        user.datamodule.load_state_dict(contents[type(user.datamodule).__qualname__])
+    for callback in user.callbacks:
+        callback.on_load_checkpoint(trainer, user.module, contents)
         if callback.state_key in contents.get("callbacks", {}):
             callback.load_state_dict(contents["callbacks"][callback.state_key])
 
 
-def read_ckpt(path: Path, given: Given, trainer: Any) -> dict[str, Any]:
-    """What the key checkpoint_reader returns of a .ckpt, whose optimizer, schedulers and states of hooks are taken over here.
-
-    Raises:
-        CheckpointError: it has more than tensors and plain values, or is of another optimizer.
-    """
-    module = given.module
+def read_ckpt(path: Path, user: UserObjects, trainer: Any) -> dict[str, Any]:
+    """What the key checkpoint_reader returns of a .ckpt, whose optimizer, schedulers and states of hooks are taken over here."""
     try:
         contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        load_hooks(given, trainer, contents)
+        load_hooks(user, trainer, contents)
         if trainer.optimizers and contents.get("optimizer_states"):
             for optimizer, state in zip(trainer.optimizers, contents["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
@@ -62,25 +57,22 @@ def read_ckpt(path: Path, given: Given, trainer: Any) -> dict[str, Any]:
             f"{type(error).__name__}: {error}"
         ) from error
     trainer.global_step = contents.get("global_step", 0)
-    if not module.strict_loading:
-        own = module.state_dict()
-        model = {**own, **{name: value for name, value in model.items() if name in own}}
+    if not user.module.strict_loading:
+        present = user.module.state_dict()
+        model = {**present, **{name: value for name, value in model.items() if name in present}}
     return {"model": model, **position(path, contents, trainer.accumulate_grad_batches)}
 
 
 def position(path: Path, contents: Mapping[str, Any], accumulated: int) -> dict[str, int]:
     """The finished epochs and the steps of a training whose .ckpt this is, and the batches that it has done of the next one, if
-    each step had as many items as now.
-
-    Raises:
-        CheckpointError: it was written between two updates.
-    """
+    each step had as many items as now. Raises: CheckpointError, if it was written between two updates."""
     if not (loop := contents.get("loops", {}).get("fit_loop")):
-        epoch, step = contents.get("finished_epoch", contents.get("epoch", 0)), contents.get("global_step", 0)
-        return {"epoch": int(epoch), "step": int(step) * accumulated}
+        epoch = contents.get("finished_epoch", contents.get("epoch", 0))
+        return {"epoch": int(epoch), "step": int(contents.get("global_step", 0)) * accumulated}
     batches = loop["epoch_loop.batch_progress"]
     begun, finished = (int(loop["epoch_progress"]["current"][name]) for name in ("ready", "completed"))
-    steps, done = int(batches["total"]["processed"]), int(batches["current"]["processed"])
+    steps = int(batches["total"]["processed"])
+    done = int(batches["current"]["processed"])
     if begun == finished:
         return {"epoch": finished, "step": steps}
     if done % accumulated and not batches["is_last_batch"]:
@@ -89,19 +81,18 @@ def position(path: Path, contents: Mapping[str, Any], accumulated: int) -> dict[
     return {"epoch": finished, "step": steps, "batches": done * hvdtrain.size()}
 
 
-def write_ckpt(file: Path, given: Given, trainer: Any, finished_epoch: int) -> None:
+def write_ckpt(file: Path, user: UserObjects, trainer: Any, finished_epoch: int) -> None:
     """Write what `load_from_checkpoint` reads."""
-    module, datamodule = given.module, given.datamodule
     contents = {
-        "pytorch-lightning_version": import_module(given.lightning.partition(".")[0]).__version__,
-        "state_dict": module.state_dict(),
-        "optimizer_states": [one.state_dict() for one in trainer.optimizers],
+        "pytorch-lightning_version": import_module(user.lightning.partition(".")[0]).__version__,
+        "state_dict": user.module.state_dict(),
+        "optimizer_states": [optimizer.state_dict() for optimizer in trainer.optimizers],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "loops": {},
         "finished_epoch": finished_epoch,
     }
-    if module.hparams:
-        contents |= {"hparams_name": module._hparams_name, "hyper_parameters": dict(module.hparams)}
-    if datamodule is not None and datamodule.hparams:
-        contents["datamodule_hyper_parameters"] = dict(datamodule.hparams)
-    torch.save(hook_state(given, trainer, contents), file)
+    if user.module.hparams:
+        contents |= {"hparams_name": user.module._hparams_name, "hyper_parameters": dict(user.module.hparams)}
+    if user.datamodule is not None and user.datamodule.hparams:
+        contents["datamodule_hyper_parameters"] = dict(user.datamodule.hparams)
+    torch.save(hook_state(user, trainer, contents), file)

@@ -25,13 +25,13 @@ OURS = {
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that follow from `lightning_module`. Raises: ConfigError."""
     refuse_keys("lightning_module", values, OURS)
-    followed = keys_of_arguments(values.get(KEY) or {})
-    module = values["lightning_module"]
-    given = {name: value for name, value in values.items() if value is not None}
+    keys = keys_of_arguments(values.get(KEY) or {})
+    config = {name: value for name, value in values.items() if value is not None}
+    module = config["lightning_module"]
     if isinstance(module, str) and module.endswith((".yaml", ".yml")):
-        followed = keys_of_cli(Path(module)) | followed
-        del given["lightning_module"]
-    job = Job(followed | given)
-    if CLIPPING in job.given.methods:  # it gets the value as an argument
-        followed = {name: value for name, value in followed.items() if not name.startswith("gradient_clip")}
-    return followed | job.given.best(job.loaders.num_val) | job.keys() | job.loaders.keys()
+        keys = keys_of_cli(Path(module)) | keys
+        del config["lightning_module"]
+    job = Job(keys | config)
+    if CLIPPING in job.user.methods:  # it gets the value as an argument
+        keys = {name: value for name, value in keys.items() if not name.startswith("gradient_clip")}
+    return keys | job.user.best(job.loaders.num_val) | job.keys() | job.loaders.keys()

@@ -4,48 +4,42 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.plugins.lightning.given import Given, stops_early
+from hvdtrain.plugins.lightning.user_objects import UserObjects, overrides, stops_early
 
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 class Hooks:
-    """Calls them: those that a class overrides, as Lightning's own do nothing.
+    """Calls them: those that a class overrides, as Lightning's own do nothing."""
 
-    Args:
-        trainer: what they get.
-    """
-
-    def __init__(self, given: Given, trainer: Any) -> None:
-        self._given = given
+    def __init__(self, user: UserObjects, trainer: Any) -> None:
+        self._user = user
         self._trainer = trainer
         self._functions: dict[str, list[Callable[..., Any]]] = {}  # by hook
-        self._transfer: list[tuple[str, Callable[..., Any]]] | None = None  # None: not looked up yet
         self._num_arguments: dict[str, int] = {}  # by step
         self._modes: dict[Any, bool] = {}  # those of the modules in training
 
     @property
     def _module(self) -> Any:
-        return self._given.module
+        return self._user.module
 
     def of(self, hook: str) -> list[Callable[..., Any]]:
         """The functions to call: those of the callbacks, then the module's."""
         if (functions := self._functions.get(hook)) is None:
             is_last = hook == "on_train_epoch_end"  # callbacks that stop early come after the module in it
-            owners = sorted([*self._given.callbacks, self._module], key=lambda one: is_last and stops_early(one))
+            owners = sorted([*self._user.callbacks, self._module], key=lambda owner: is_last and stops_early(owner))
             functions = self._functions[hook] = [
-                getattr(one, hook) if one is self._module else partial(getattr(one, hook), self._trainer, self._module)
-                for one in owners
-                if self._given.overrides(hook, one)
+                getattr(owner, hook) if owner is self._module else partial(getattr(owner, hook), self._trainer, self._module)
+                for owner in owners
+                if overrides(hook, owner)
             ]
         return functions
 
     def call(self, hook: str, *args: Any) -> None:
-        """Call a hook of the callbacks and of the module."""
         for function in self.of(hook):
             if self.within(hook, function, *args) == -1 and hook == "on_train_batch_start":
                 raise ConfigError.of(
@@ -62,25 +56,32 @@ class Hooks:
         attributes["_current_fx_name"] = before
         return result
 
-    def transferred(self, batch: Any, place: int) -> Any:
+    def of_module(self, hook: str) -> None:
+        """Call a hook that only the module has."""
+        self.within(hook, getattr(self._module, hook))
+
+    def transferred(self, batch: Any, loader_index: int) -> Any:
         """A batch, which is on the device, after the hooks around its transfer and its transfer by the user's code."""
-        if self._transfer is None:
-            owners = [one for one in (self._given.datamodule, self._module) if one is not None]
-            first = {hook: [one for one in owners if self._given.overrides(hook, one)][:1] for hook in TRANSFER}
-            self._transfer = [(hook, getattr(one, hook)) for hook, found in first.items() for one in found]
-        for hook, function in self._transfer:
+        for hook, function in self._transfer_functions:
             device = (self._module.device,) if hook == "transfer_batch_to_device" else ()
-            batch = function(batch, *device, place)
+            batch = function(batch, *device, loader_index)
         return batch
 
+    @cached_property
+    def _transfer_functions(self) -> list[tuple[str, Callable[..., Any]]]:
+        """By hook, the function of the datamodule or the module."""
+        owners = {hook: self._user.owner_of(hook) for hook in TRANSFER}
+        return [(hook, getattr(owner, hook)) for hook, owner in owners.items() if owner is not None]
+
     def step(self, name: str, *args: Any) -> Any:
-        """What a step of the module returns, which gets as many of the arguments as it takes."""
+        """Call a step of the module with as many of the arguments as it takes."""
         if name not in self._num_arguments:
             parameters = inspect.signature(getattr(self._module, name)).parameters.values()
-            if any(one.name == "dataloader_iter" for one in parameters):
+            if any(parameter.name == "dataloader_iter" for parameter in parameters):
                 raise ConfigError.of("unsupported", f"{name}: expected one that takes a batch, got dataloader_iter")
-            takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-            self._num_arguments[name] = len(args) if takes_all else sum(one.kind < one.VAR_POSITIONAL for one in parameters)
+            kinds = [parameter.kind for parameter in parameters]
+            takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
+            self._num_arguments[name] = len(args) if takes_all else sum(kind < inspect.Parameter.VAR_POSITIONAL for kind in kinds)
         return self.within(name, getattr(self._module, name), *args[: self._num_arguments[name]])
 
     # Which modules are in evaluation mode
@@ -94,7 +95,7 @@ class Hooks:
         if self._module.training:
             self.note_modes()
         hook = f"on_{stage}_model_eval"
-        self.within(hook, getattr(self._module, hook))
+        self.of_module(hook)
         if self._module.training:
             raise ConfigError.of(
                 "unsupported",
@@ -103,10 +104,9 @@ class Hooks:
             )
 
     def end_evaluation(self, stage: str) -> None:
-        """Put the modules into the mode of training again."""
         hook = f"on_{stage}_model_train"
-        if self._given.overrides(hook, self._module):
-            self.within(hook, getattr(self._module, hook))
+        if overrides(hook, self._module):
+            self.of_module(hook)
         else:
             self.restore_modes()
 
@@ -119,13 +119,13 @@ class Hooks:
         module = self._module
         modes = {} if module.training else self._modes
         return {
-            "evaluated": [name for name, one in module.named_modules() if not modes.get(one, one.training)],
-            "frozen": [name for name, one in module.named_parameters() if not one.requires_grad],
+            "evaluated": [name for name, submodule in module.named_modules() if not modes.get(submodule, submodule.training)],
+            "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
         }
 
-    def load(self, kept: Mapping[str, list[str]]) -> None:
+    def load(self, state: Mapping[str, list[str]]) -> None:
         """Give the modules the modes, and the parameters what is trained of them, that `state` returned."""
         for name, module in self._module.named_modules():
-            module.training = name not in kept["evaluated"]
+            module.training = name not in state["evaluated"]
         for name, parameter in self._module.named_parameters():
-            parameter.requires_grad_(name not in kept["frozen"])
+            parameter.requires_grad_(name not in state["frozen"])

@@ -6,10 +6,12 @@ hvdtrain's engine runs the training. It calls, in this order, `get_model`, `make
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,14 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.assembly import DividedOptimizer
 from hvdtrain.plugins.lightning.arguments import KEY, Extent
 from hvdtrain.plugins.lightning.checkpoint import hook_state, load_hooks, read_ckpt, write_ckpt
-from hvdtrain.plugins.lightning.given import Given
 from hvdtrain.plugins.lightning.hooks import Hooks
-from hvdtrain.plugins.lightning.loaders import Loaders, accumulated, place_of
+from hvdtrain.plugins.lightning.loaders import Loaders, accumulated, loader_index_of
 from hvdtrain.plugins.lightning.logged import Logged
 from hvdtrain.plugins.lightning.manual import Manual
 from hvdtrain.plugins.lightning.metrics import is_metric
-from hvdtrain.plugins.lightning.schedules import Once, Schedules
+from hvdtrain.plugins.lightning.schedules import Schedules, StepOnce
 from hvdtrain.plugins.lightning.trainer import Trainer
+from hvdtrain.plugins.lightning.user_objects import UserObjects, overrides
 from hvdtrain.plugins.other_trainer.attributes import Attributes
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 from hvdtrain.runtime import log
@@ -45,7 +47,7 @@ class Job(OtherTrainer):
 
     Attributes:
         arguments: those of Lightning's Trainer, and `clip`: how it clips gradients: the value, and 'norm' or 'value'.
-        given, loaders, hooks, schedules, logged: the module with its callbacks, their loaders and hooks, rates and logged values.
+        user, loaders, hooks, schedules, logged: the module with its callbacks, their loaders and hooks, rates and logged values.
         trainer: what the module sees.
         stage: train, validation, test or predict.
         batch_idx: the index of the batch under way, or of the last one.
@@ -61,58 +63,54 @@ class Job(OtherTrainer):
         self.arguments: Mapping[str, Any] = values.get(KEY) or {}
         self.extent = Extent(self.arguments)
         self.trainer = Trainer(self)
-        self.given = Given(values, self.trainer)
-        self.loaders = Loaders(self.given, self.extent)
-        self.hooks = Hooks(self.given, self.trainer)
-        self.schedules = Schedules(self.given, self.trainer)
+        self.user = UserObjects(values, self.trainer)
+        self.loaders = Loaders(self.user, self.extent)
+        self.hooks = Hooks(self.user, self.trainer)
+        self.schedules = Schedules(self.user, self.trainer)
         self.accumulated = accumulated(values)
         self.stage = "train"
         self.batch_idx = -1
         self.stops = False
-        self._is_evaluating = False
-        self._indices: dict[str, int] = {}  # of the batches of an evaluation, by dataset
-        self._num_predicted = 0  # batches
+        self._batch_indices: dict[str, Iterator[int]] = defaultdict(count)  # of an evaluation or a prediction, by dataset
         self._ended: Any = None  # the arguments of on_train_batch_end for the step under way
         self._repeated: Any = None  # the last ones, on a rank that may have fewer batches than others
-        self._is_idle = self._was_idle = False  # in this step, in this epoch
+        self._is_idle = False  # in this step
+        self._was_idle = False  # in this epoch
         self._updates = False
         self._begins_update = True
         self._skips = False
         self._is_within_epoch = False
         self.manual: Manual | None = None
-        self._has_loss = bool(values.get("early_stopping_measure") or self.given.monitors)  # by which the best epoch is known
+        self._has_loss = bool(values.get("early_stopping_measure") or self.user.savers)  # by which the best epoch is known
         self._attributes: Attributes | None = None  # of the objects, when the first epoch began
         self._resumed: Any = None  # the modes, and the attributes of all ranks, that a resumed epoch begins with
 
     @property
     def module(self) -> Any:
-        return self.given.module
-
-    @property
-    def optimizers(self) -> list[Any]:
-        return self.schedules.members
+        return self.user.module
 
     @property
     def clip(self) -> tuple[float | None, str | None]:
         if (value := self.arguments.get("gradient_clip_val")) is not None:
             return value, self.arguments.get("gradient_clip_algorithm")
-        values = self.given.values
-        norm, limit = values.get("gradient_clip_global_norm"), values.get("gradient_clip")
+        values = self.user.values
+        norm = values.get("gradient_clip_global_norm")
+        limit = values.get("gradient_clip")
         return (limit, "value") if norm is None and limit is not None else (norm, None)
 
     def _log(self) -> Logged:
         """What the module logs, from here on."""
-        module = self.module
-        validator = self.given.of_lightning("trainer.connectors.logger_connector.fx_validator")._FxValidator
+        validator = self.user.of_lightning("trainer.connectors.logger_connector.fx_validator")._FxValidator
+        monitors = [saver.monitor for saver in self.user.savers]
         defaults = validator.check_logging_and_get_default_levels
-        logged = Logged(module, defaults, self.trainer.callback_metrics, self.given.monitors)
+        logged = Logged(self.module, defaults, self.trainer.callback_metrics, monitors)
 
         def log(*args: Any, **kwargs: Any) -> None:  # a function, which copies of the module share
             logged.log(*args, **kwargs)
 
-        vars(module)["log"] = log
-        for callback in self.given.callbacks:
-            vars(callback).update(log=log, log_dict=module.log_dict)
+        vars(self.module)["log"] = log
+        for callback in self.user.callbacks:
+            vars(callback).update(log=log, log_dict=self.module.log_dict)
         return logged
 
     # The model and the optimizer
@@ -124,7 +122,7 @@ class Job(OtherTrainer):
         module.configure_model()
         if not module.strict_loading:
             vars(module)["load_state_dict"] = partial(module.load_state_dict, strict=False)
-        if self.hooks.of(CLIPPING) and CLIPPING not in self.given.methods and self.arguments.get("gradient_clip_val"):
+        if self.hooks.of(CLIPPING) and CLIPPING not in self.user.methods and self.arguments.get("gradient_clip_val"):
             raise ConfigError.of(
                 "unsupported",
                 f"lightning_module: expected the class of a module with {CLIPPING} beside gradient_clip_val, got a function",
@@ -139,14 +137,12 @@ class Job(OtherTrainer):
         changes = any(self.hooks.of(hook) for hook in STEP_HOOKS)
         self.optimizer = self.schedules.make(configured, parameters, lambda: self.batch_idx, changes)
         if not self.module.automatic_optimization:
-            self.manual = Manual(self.given, self.hooks, self.trainer, self.optimizers)
+            self.manual = Manual(self.user, self.hooks, self.trainer, self.schedules.members)
         return self.optimizer
 
     def rate(self, **_: Any) -> float:
-        """The rate of the next update: that of the first group."""
         self._updates = self.manual is None
-        self.schedules.note_rates()
-        return self.schedules.rates[0]
+        return self.schedules.next_rate()
 
     # Steps
 
@@ -190,7 +186,7 @@ class Job(OtherTrainer):
         if self._begins_update:
             hooks.call("on_before_zero_grad", self.optimizer)
             for function in hooks.of("optimizer_zero_grad"):
-                function(self.trainer.current_epoch, index, Once(self.optimizer, nothing, nothing))
+                function(self.trainer.current_epoch, index, StepOnce(self.optimizer, lambda: None, lambda: None))
         self._begins_update = False
         # Lightning's hooks see what a batch adds to the gradients of an update, of which each of N batches is 1/N.
         share = loss if self.accumulated == 1 else loss / self.accumulated
@@ -205,9 +201,9 @@ class Job(OtherTrainer):
         self.mark_mean("loss", loss, size)
         self.logged.end_step()
         if self.hooks.of("on_train_batch_end"):
-            named = {} if output is None else output if isinstance(output, Mapping) else {"loss": output}
-            kept = {name: value.detach() if hasattr(value, "detach") else value for name, value in named.items()}
-            self._ended = kept, batch, self.batch_idx
+            outputs = {} if output is None else output if isinstance(output, Mapping) else {"loss": output}
+            detached = {name: value.detach() if hasattr(value, "detach") else value for name, value in outputs.items()}
+            self._ended = detached, batch, self.batch_idx
             self._repeated = self._ended if hvdtrain.size() > 1 else None
 
     def on_idle_step(self, training: Any) -> None:
@@ -218,8 +214,6 @@ class Job(OtherTrainer):
         self._is_idle = self._was_idle = True
 
     def on_step_end(self, training: Any) -> None:
-        ended, self._ended = self._ended, None
-        is_idle, self._is_idle = self._is_idle, False
         number = training.epoch_step
         if self.manual is not None:
             self.manual.restore()
@@ -229,10 +223,12 @@ class Job(OtherTrainer):
             self.schedules.step("step", False, number)
         if training.is_last_step:
             self.schedules.step_epoch(training.epoch)
-        if ended is not None:
-            with self.logged.metrics.unchanged() if is_idle else nullcontext():
-                self.hooks.call("on_train_batch_end", *ended)
-        is_evaluated = self.extent.is_evaluated_after(number, lambda: self.loaders.num_batches, training.step)
+        if self._ended is not None:
+            with self.logged.metrics.unchanged() if self._is_idle else nullcontext():
+                self.hooks.call("on_train_batch_end", *self._ended)
+        self._ended = None
+        self._is_idle = False
+        is_evaluated = self.extent.is_evaluated_after(number, lambda: self.loaders.limited("train"), training.step)
         if self._updates:
             self.schedules.after_evaluation = number
         if not (self.loaders.num_val and (is_evaluated or training.is_last_step)):
@@ -256,17 +252,17 @@ class Job(OtherTrainer):
         dataset = str(hvdtrain.get_run_ctx().dataset)
         self._begin_evaluation(dataset)
         stage = self.stage
-        place = place_of(dataset)
-        several = self.loaders.num_val > 1 and stage == "validation"
-        index = self._indices[dataset] = self._indices.get(dataset, -1) + 1
-        batch = self.hooks.transferred(batch, place)
+        loader_index = loader_index_of(dataset)
+        is_one_of_several = self.loaders.num_val > 1 and stage == "validation"
+        index = next(self._batch_indices[dataset])
+        batch = self.hooks.transferred(batch, loader_index)
         size = self.num_items
-        self.logged.begin_step(size, place, f"/dataloader_idx_{place}" if several else "")
-        # Lightning's defaults for dataloader_idx are 0, so that it is given only where there are several
-        given = (place,) if several else ()
-        self.hooks.call(f"on_{stage}_batch_start", batch, index, *given)
-        output = self.hooks.step(f"{stage}_step", batch, index, *given)
-        self.hooks.call(f"on_{stage}_batch_end", output, batch, index, *given)
+        self.logged.begin_step(size, loader_index, f"/dataloader_idx_{loader_index}" if is_one_of_several else "")
+        # Lightning's defaults for dataloader_idx are 0, so that hooks get it only where there are several
+        indices = (index, loader_index) if is_one_of_several else (index,)
+        self.hooks.call(f"on_{stage}_batch_start", batch, *indices)
+        output = self.hooks.step(f"{stage}_step", batch, *indices)
+        self.hooks.call(f"on_{stage}_batch_end", output, batch, *indices)
         loss, size = loss_of(output, size)
         if hasattr(loss, "numel") and loss.numel() == 1:
             self._has_loss = True
@@ -275,46 +271,40 @@ class Job(OtherTrainer):
 
     def forward_step(self, *, extern_data: Any, **_: Any) -> None:
         if self.stage != "predict":
-            self._begin_prediction()
+            for hook in ("on_predict_epoch_end", "on_predict_end"):
+                if self.hooks.of(hook):
+                    raise ConfigError.of(
+                        "unsupported",
+                        f"lightning_module: expected none with {hook}, which the task forward does not call, got one "
+                        "(output_file and forward_callback get all outputs)",
+                    )
+            self.stage = "predict"
+            self.hooks.call("on_predict_start")
+            self.hooks.call("on_predict_epoch_start")
         batch = self.hooks.transferred(extern_data, 0)
-        index = self._num_predicted
+        index = next(self._batch_indices["predict"])
         self.hooks.call("on_predict_batch_start", batch, index)
         output = self.hooks.step("predict_step", batch, index)
         self.hooks.call("on_predict_batch_end", output, batch, index)
-        self._num_predicted += 1
-        named = output if isinstance(output, Mapping) else {"output": output}
+        outputs = output if isinstance(output, Mapping) else {"output": output}
         if isinstance(output, (list, tuple)):
-            named = {f"output{number}": value for number, value in enumerate(output)}
-        for name, value in named.items():
+            outputs = {f"output{number}": value for number, value in enumerate(output)}
+        for name, value in outputs.items():
             hvdtrain.get_run_ctx().mark_as_output(value, str(name))
-
-    def _begin_prediction(self) -> None:
-        for hook in ("on_predict_epoch_end", "on_predict_end"):
-            if self.hooks.of(hook):
-                raise ConfigError.of(
-                    "unsupported",
-                    f"lightning_module: expected none with {hook}, which the task forward does not call, got one (output_file "
-                    "and forward_callback get all outputs)",
-                )
-        self.stage = "predict"
-        self.hooks.call("on_predict_start")
-        self.hooks.call("on_predict_epoch_start")
 
     # Evaluations
 
     def on_evaluation_begin(self, training: Any) -> None:
-        if not self._is_evaluating:
-            hook = "on_validation_model_zero_grad"
-            self.hooks.within(hook, getattr(self.module, hook))
+        if self.stage == "train":
+            self.hooks.of_module("on_validation_model_zero_grad")
         self._begin_evaluation(training.dataset)
 
     def _begin_evaluation(self, dataset: str) -> None:
         """Before the first batch of the first dataset, on every rank that has one."""
-        if self._is_evaluating:
+        if self.stage in ("validation", "test"):
             return
-        self._is_evaluating = True
         stage = self.stage = "test" if dataset == "eval" else "validation"
-        self._indices.clear()
+        self._batch_indices.clear()
         self.logged.begin_evaluation()
         self.hooks.begin_evaluation(stage)
         self.hooks.call(f"on_{stage}_start")
@@ -330,16 +320,15 @@ class Job(OtherTrainer):
             return {}
         self._begin_evaluation(dataset)
         stage = self.stage
-        place = place_of(dataset)
-        self.logged.take_errors(means, place)
-        if dataset != "eval" and place < self.loaders.num_val - 1:
+        loader_index = loader_index_of(dataset)
+        self.logged.take_errors(means, loader_index)
+        if dataset != "eval" and loader_index < self.loaders.num_val - 1:
             return {}
         self.logged.gather()
         self.hooks.call(f"on_{stage}_epoch_end")
         scores: dict[str, float] = self.logged.take_scores()
         self.hooks.call(f"on_{stage}_end")
         self.hooks.end_evaluation(stage)
-        self._is_evaluating = False
         self.stage = "train"
         self.schedules.step_evaluated()
         return scores
@@ -347,15 +336,19 @@ class Job(OtherTrainer):
     def _share_frozen(self) -> None:
         """Collective. A rank without a batch missed what training_step does to frozen parameters, such as a target network's: it
         takes over those of a rank that had all batches."""
-        idle, self._was_idle = hvdtrain.all_gather(self._was_idle, name="lightning_idle"), False
+        idle = hvdtrain.all_gather(self._was_idle, name="lightning_idle")
+        self._was_idle = False
         if not any(idle) or all(idle):
             return
-        frozen = {name: one.detach() for name, one in self.module.named_parameters() if not one.requires_grad}
-        sums = hvdtrain.all_gather({name: float(one.double().sum()) for name, one in frozen.items()}, name="lightning_frozen")
+        frozen = {name: tensor.detach() for name, tensor in self.module.named_parameters() if not tensor.requires_grad}
+        sums = hvdtrain.all_gather(
+            {name: float(tensor.double().sum()) for name, tensor in frozen.items()}, name="lightning_frozen"
+        )
         first = idle.index(False)
-        differing = {name: one.cpu() for name, one in frozen.items() if any(each.get(name) != sums[first][name] for each in sums)}
-        for name, one in hvdtrain.all_gather(differing, name="lightning_frozen")[first].items():
-            frozen[name].copy_(one)
+        differing = [name for name in frozen if any(of_rank.get(name) != sums[first][name] for of_rank in sums)]
+        values = {name: frozen[name].cpu() for name in differing}
+        for name, tensor in hvdtrain.all_gather(values, name="lightning_frozen")[first].items():
+            frozen[name].copy_(tensor)
 
     # The training
 
@@ -388,7 +381,7 @@ class Job(OtherTrainer):
         if not training.epoch_step:
             self.hooks.call("on_train_epoch_start")
             self.logged.metrics.end_hooks()
-        elif training.epoch_step >= self.loaders.num_batches:  # of a .ckpt, after all batches
+        elif training.epoch_step >= self.loaders.limited("train"):  # of a .ckpt, after all batches
             self.schedules.epoch = training.epoch
 
     def on_epoch_end(self, training: Any) -> None:
@@ -417,8 +410,8 @@ class Job(OtherTrainer):
         self.trainer.current_epoch = training.finished_epoch
         self.hooks.call("on_train_end")
         self.hooks.call("on_fit_end")
-        if self.given.datamodule is not None:
-            self.given.datamodule.teardown("fit")
+        if self.user.datamodule is not None:
+            self.user.datamodule.teardown("fit")
         self.hooks.call("teardown", "fit")
         for logger in self.trainer.loggers:
             if training.rank == 0 and hasattr(logger, "finalize"):
@@ -426,38 +419,38 @@ class Job(OtherTrainer):
 
     def _objects(self) -> dict[str, Any]:
         """Whose attributes go on in a resumed training: modules, data, and callbacks that do not see to it themselves."""
-        given = self.given
+        user = self.user
         items = self.loaders.items
-        objects = {f"module {name}": one for name, one in given.module.named_modules() if not is_metric(one)}
-        objects |= {"datamodule": given.datamodule, "items": items, "items inside": getattr(items, "dataset", None)}
-        objects |= {
-            f"callback {number}": one for number, one in enumerate(given.callbacks) if not given.overrides("state_dict", one)
-        }
-        return {name: one for name, one in objects.items() if hasattr(one, "__dict__")}
+        objects = {f"module {name}": module for name, module in user.module.named_modules() if not is_metric(module)}
+        objects |= {"datamodule": user.datamodule, "items": items, "items inside": getattr(items, "dataset", None)}
+        for number, callback in enumerate(user.callbacks):
+            if not overrides("state_dict", callback):
+                objects[f"callback {number}"] = callback
+        return {name: user_object for name, user_object in objects.items() if hasattr(user_object, "__dict__")}
 
     # Checkpoints
 
     def on_save(self, training: Any) -> None:
-        if self.given.values.get("save_ckpt"):
+        if self.user.values.get("save_ckpt"):
             self.save_ckpt(Path(training.checkpoint).with_suffix(".ckpt"))
 
     def save_ckpt(self, file: Any, *_: Any) -> None:
         """As the Trainer's `save_checkpoint`."""
         if hvdtrain.rank() == 0:
-            write_ckpt(Path(file), self.given, self.trainer, self.training.finished_epoch)
+            write_ckpt(Path(file), self.user, self.trainer, self.training.finished_epoch)
 
     def read(self, path: Path) -> dict[str, Any] | None:
         """As the key checkpoint_reader. Raises: CheckpointError."""
         if path.suffix != ".ckpt":
             return None
-        contents = read_ckpt(path, self.given, self.trainer)
+        contents = read_ckpt(path, self.user, self.trainer)
         if self.optimizer is not None:
             self.schedules.note_rates()
         return contents
 
     def state(self) -> dict[str, Any]:
         """Collective. What a checkpoint keeps besides the model and the optimizer."""
-        hooks = hook_state(self.given, self.trainer, {"state_dict": self.module.state_dict()})
+        hooks = hook_state(self.user, self.trainer, {"state_dict": self.module.state_dict()})
         del hooks["state_dict"]  # it is in the model's file; callbacks may read it
         return {
             "schedules": self.schedules.state(),
@@ -480,7 +473,7 @@ class Job(OtherTrainer):
         self.logged.load(state["logged"])
         if self.manual is not None:
             self.manual.load(state["manual"])
-        load_hooks(self.given, self.trainer, {**state["hooks"], "state_dict": self.module.state_dict()})
+        load_hooks(self.user, self.trainer, {**state["hooks"], "state_dict": self.module.state_dict()})
 
 
 def loss_of(output: Any, num_items: int) -> tuple[Any, Any]:
@@ -488,7 +481,3 @@ def loss_of(output: Any, num_items: int) -> tuple[Any, Any]:
     if not isinstance(output, Mapping):
         return output, num_items
     return output.get("loss"), output.get("num_elements", num_items)
-
-
-def nothing() -> None:
-    """In place of the optimizer's step."""

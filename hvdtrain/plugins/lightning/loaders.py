@@ -9,48 +9,45 @@ from typing import Any
 import hvdtrain
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.lightning.arguments import Extent
-from hvdtrain.plugins.lightning.given import Given
+from hvdtrain.plugins.lightning.user_objects import UserObjects, overrides
 from hvdtrain.plugins.loaders.loader import is_loader, read_loader
 
 
 class Loaders:
-    """The loaders, each asked for once.
+    """The loaders, each asked for once."""
 
-    Attributes:
-        num_val: how many there are to evaluate.
-    """
-
-    def __init__(self, given: Given, extent: Extent) -> None:
-        self._given = given
+    def __init__(self, user: UserObjects, extent: Extent) -> None:
+        self._user = user
         self._extent = extent
-        self._values = given.values
+        self._values = user.values
         number = self._values.get("num_val_loaders")
-        self.num_val = int(given.is_validated if number is None else number)
+        self.num_val = int(user.is_validated if number is None else number)  # how many there are to evaluate
         self._loaders: dict[str, list[Any]] = {}
         self._order: Any = "default"
 
     def keys(self) -> dict[str, Any]:
         """The keys of the datasets that the config does not give itself."""
-        found: dict[str, Any] = {}
+        keys: dict[str, Any] = {}
         task = self._values.get("task")
         if self._values.get("train") is None:
-            found["train"] = {"class": lambda: self.data("train"), "seq_ordering": self.order, "max_batches": self.of_epoch}
+            keys["train"] = {"class": lambda: self.data("train"), "seq_ordering": self.order, "max_batches": self.of_epoch}
         if self.num_val and task != "test":
-            found["dev"] = self._evaluated("val")
-            found["eval_datasets"] = {f"val{place}": self._evaluated("val", place) for place in range(1, self.num_val)}
-        if task == "eval" and self._values.get("eval") is None and self._owner("test") is not None:
-            found["eval"] = self._evaluated("test")
+            keys["dev"] = self._evaluated("val")
+            keys["eval_datasets"] = {f"val{index}": self._evaluated("val", index) for index in range(1, self.num_val)}
+        if task == "eval" and self._values.get("eval") is None and self._user.owner_of("test_dataloader") is not None:
+            keys["eval"] = self._evaluated("test")
         if task in ("forward", "search"):
-            found["forward_data"] = self._evaluated("predict")
-        return found
+            keys["forward_data"] = self._evaluated("predict")
+        return keys
 
     @cached_property
     def _stages(self) -> set[str]:
         """Those that were set up."""
-        given, module = self._given, self._given.module
-        owner = given.datamodule or module
+        module = self._user.module
+        datamodule = self._user.datamodule
+        owner = datamodule or module
         hvdtrain.run_on_main(lambda: owner.prepare_data(), once_per="host" if owner.prepare_data_per_node else "job")
-        if given.datamodule is not None and given.overrides("prepare_data", module):
+        if datamodule is not None and overrides("prepare_data", module):
             hvdtrain.run_on_main(lambda: module.prepare_data(), once_per="host")
         return set()
 
@@ -59,34 +56,29 @@ class Loaders:
         if stage in self._stages:
             return
         self._stages.add(stage)
-        if self._given.datamodule is not None:
-            self._given.datamodule.setup(stage)
-        for callback in self._given.callbacks:
-            callback.setup(self._given.module.trainer, self._given.module, stage)
-        self._given.module.setup(stage)
-
-    def _owner(self, kind: str) -> Any:
-        """The datamodule or the module, whichever has a method for the loaders of a kind; None: none has."""
-        owners = [one for one in (self._given.datamodule, self._given.module) if one is not None]
-        return next((one for one in owners if self._given.overrides(f"{kind}_dataloader", one)), None)
+        if self._user.datamodule is not None:
+            self._user.datamodule.setup(stage)
+        for callback in self._user.callbacks:
+            callback.setup(self._user.module.trainer, self._user.module, stage)
+        self._user.module.setup(stage)
 
     def of(self, kind: str) -> list[Any]:
         """The loaders of train, val, test or predict. Collective, the first time. Raises: ConfigError, if there are none."""
         if kind not in self._loaders:
-            given = self._values.get({"train": "train", "val": "dev"}.get(kind, ""))
-            if given is None:
+            loaders = self._values.get({"train": "train", "val": "dev"}.get(kind, ""))
+            if loaders is None:
                 validates = kind == "val" and self._values.get("task") == "eval"
                 self.set_up("validate" if validates else {"train": "fit", "val": "fit"}.get(kind, kind))
-                if (owner := self._owner(kind)) is None:
+                if (owner := self._user.owner_of(f"{kind}_dataloader")) is None:
                     hint = " (without an evaluation: num_val_loaders = 0)" if kind == "val" else ""
                     raise ConfigError.of("missing", f"lightning_module: expected {kind}_dataloader, got none{hint}")
-                given = getattr(owner, f"{kind}_dataloader")()
-            if type(given).__name__ == "CombinedLoader" and given._mode == "sequential":
-                given = given.iterables
-            if isinstance(given, Mapping) or type(given).__name__ == "CombinedLoader":
-                got = f"a {type(given).__name__}"
+                loaders = getattr(owner, f"{kind}_dataloader")()
+            if type(loaders).__name__ == "CombinedLoader" and loaders._mode == "sequential":
+                loaders = loaders.iterables
+            if isinstance(loaders, Mapping) or type(loaders).__name__ == "CombinedLoader":
+                got = f"a {type(loaders).__name__}"
                 raise ConfigError.of("wrong-type", f"{kind}_dataloader: expected a loader, or a list of several, got {got}")
-            loaders = list(given) if isinstance(given, (list, tuple)) else [given]
+            loaders = list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
             expected = self.num_val if kind == "val" else 1
             if len(loaders) != expected:
                 raise ConfigError.of(
@@ -99,17 +91,19 @@ class Loaders:
 
     def seen(self, kind: str) -> list[Any]:
         """The loaders as `self.trainer` has them, whose length is that of the rank's part of the data."""
-        numbers = [self._number(kind, place) if is_loader(loader) else len(loader) for place, loader in enumerate(self.of(kind))]
-        return [one if len(one) == number else OfRank(one, number) for one, number in zip(self.of(kind), numbers, strict=True)]
+        loaders = self.of(kind)
+        numbers = [self._number(kind, index) if is_loader(loader) else len(loader) for index, loader in enumerate(loaders)]
+        pairs = zip(loaders, numbers, strict=True)
+        return [loader if len(loader) == number else LoaderOfRank(loader, number) for loader, number in pairs]
 
     @property
     def items(self) -> Any:
         """The dataset of the loader for training; None: there is no such loader."""
         return None if self._values.get("train") is not None else getattr(self.of("train")[0], "dataset", None)
 
-    def data(self, kind: str, place: int = 0) -> Any:
+    def data(self, kind: str, loader_index: int = 0) -> Any:
         """What hvdtrain reads of one of them: the items of a DataLoader. Raises: ConfigError, if none can be planned."""
-        loader = self.of(kind)[place]
+        loader = self.of(kind)[loader_index]
         if not is_loader(loader):
             return loader
         objects, order = read_loader(f"{kind}_dataloader", loader)
@@ -118,50 +112,41 @@ class Loaders:
         return objects
 
     def order(self, *, epoch: int, **_: Any) -> Any:
-        """The order of the training data."""
         order = "default" if self._extent.overfits else self._order
         return order(epoch=epoch) if callable(order) else order
 
-    def _evaluated(self, kind: str, place: int = 0) -> dict[str, Any]:
-        """The keys of a dataset to evaluate."""
+    def _evaluated(self, kind: str, loader_index: int = 0) -> dict[str, Any]:
         return {
-            "class": lambda: self.data(kind, place),
+            "class": lambda: self.data(kind, loader_index),
             "seq_ordering": "default",
-            "max_batches": lambda **_: self.limited(kind, place),
+            "max_batches": lambda **_: self.limited(kind, loader_index),
         }
 
     def of_epoch(self, *, epoch: int, **_: Any) -> int:
-        """The number of batches that a rank has in an epoch of training."""
+        """The number of batches of a rank in an epoch of training."""
         return self._extent.batches_in(epoch, self._number("train"), accumulated(self._values))
 
-    @property
-    def num_batches(self) -> int:
-        """Those of a rank in an epoch of training; the last ones may be missing."""
-        return self.limited("train")
-
-    def limited(self, kind: str, place: int = 0) -> int:
+    def limited(self, kind: str, loader_index: int = 0) -> int:
         """The number of batches of a loader that a rank trains or evaluates."""
-        return self._extent.batches(kind, self._number(kind, place))
+        return self._extent.batches(kind, self._number(kind, loader_index))
 
-    def _number(self, kind: str, place: int = 0) -> int:
-        """The number of batches that a rank has of a loader."""
-        return -(-self.num_of_all(kind, place) // hvdtrain.size())
+    def _number(self, kind: str, loader_index: int = 0) -> int:
+        """Those that a rank has."""
+        return -(-self.num_of_all(kind, loader_index) // hvdtrain.size())
 
-    def num_of_all(self, kind: str, place: int = 0) -> int:
-        """The number of batches that all ranks have of a loader."""
-        loader = self.of(kind)[place]
+    def num_of_all(self, kind: str, loader_index: int = 0) -> int:
+        """The number of a loader's batches on all ranks."""
+        loader = self.of(kind)[loader_index]
         values = self._values
         size = (values.get("max_seqs_dev") if kind != "train" else None) or values.get("max_seqs") or loader.batch_size
         return int(-(-len(loader.dataset) // size) if size else len(loader))
 
-    def are_even(self, kind: str, place: int) -> bool:
+    def are_even(self, kind: str, loader_index: int) -> bool:
         """Whether all ranks have a batch in each step."""
-        return self.limited(kind, place) * hvdtrain.size() <= self.num_of_all(kind, place)
+        return self.limited(kind, loader_index) * hvdtrain.size() <= self.num_of_all(kind, loader_index)
 
 
-class OfRank:
-    """A loader with another length."""
-
+class LoaderOfRank:
     def __init__(self, loader: Any, length: int) -> None:
         self._loader = loader
         self._length = length
@@ -181,6 +166,5 @@ def accumulated(values: Mapping[str, Any]) -> int:
     return int(values.get("accum_grad_multiple_step") or 1)
 
 
-def place_of(dataset: str) -> int:
-    """The number of a loader."""
+def loader_index_of(dataset: str) -> int:
     return int(dataset[3:]) if dataset.startswith("val") else 0

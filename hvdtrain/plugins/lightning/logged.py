@@ -40,10 +40,10 @@ class Phase:
     """What training has logged in an epoch, or an evaluation.
 
     Attributes:
-        means: by name, those of steps: the place of the loader, the name among its errors, and `of_epoch`.
+        means: by name, those of steps: the index of the loader, the name among its errors, and `of_epoch`.
         numbers: by name, other values.
         metrics: by name, those of torchmetrics: the name in the module, whether the value of the epoch counts, and `of_epoch`.
-        errors: by the place of a loader, the means of its errors over all ranks, when all steps are done.
+        errors: by the index of a loader, the means of its errors over all ranks, when all steps are done.
     """
 
     means: dict[str, tuple[int, str, str]] = field(default_factory=dict)
@@ -60,6 +60,9 @@ class Logged:
         defaults: Lightning's rule for on_step and on_epoch, given the name of the hook.
         values: receives the last value of each name, for callbacks and schedulers.
         monitors: names whose values are scores in any case.
+
+    Attributes:
+        loader_index: that of the batch under way; None: no step is.
     """
 
     def __init__(
@@ -72,19 +75,13 @@ class Logged:
         self.metrics = Metrics(module)
         self._train = Phase()
         self._evaluation: Phase | None = None
-        self._is_in_step = False
+        self.loader_index: int | None = None
         self._size = 0  # of the batch under way, or of the last one
-        self._place = 0  # of its loader
         self._suffix = ""  # of names, where there are several loaders
         self._of_step: dict[str, tuple[Any, float]] = {}  # by the name of an error, the weighted sum and the weight
         self._at_end: dict[str, torch.Tensor] = {}  # what is known in the hooks at the end
         self._scores: dict[str, torch.Tensor] = {}  # what of it is no error of steps
         self._warned: set[str] = set()
-
-    @property
-    def place(self) -> int | None:
-        """The place of the loader whose batch is under way; None: no step is."""
-        return self._place if self._is_in_step else None
 
     @property
     def _phase(self) -> Phase:
@@ -107,11 +104,7 @@ class Logged:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """`LightningModule.log`. Means of steps are those over all ranks, with and without `sync_dist`.
-
-        Raises:
-            ConfigError: the value is not a number or a metric of the module, or `reduce_fx` is a function of the module's own.
-        """
+        """`LightningModule.log`. Means of steps are those over all ranks, with and without `sync_dist`. Raises: ConfigError."""
         hook = self._module._current_fx_name
         on_step, on_epoch = (False, True) if hook is None else self._defaults(hook, on_step=on_step, on_epoch=on_epoch)
         # Metrics have the states of all ranks then, and what is logged is known at once.
@@ -139,21 +132,19 @@ class Logged:
             raise wrong(name, "reduce_fx mean, sum, min or max", reduce)
         if on_step:
             self._show_step(key, number, on_epoch)
-        is_mean = reduce == MEAN
-        is_of_batch = self._is_in_step or hook in AFTER_STEP
+        is_of_batch = self.loader_index is not None or hook in AFTER_STEP
         weight = 1.0 if not is_of_batch else float(self._size if batch_size is None else batch_size)
-        if self._is_in_step and is_mean:
-            error = own_name(name)
-            before = self._of_step.get(error)
-            total = number * weight
-            self._of_step[error] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
-            if on_epoch and key not in self._phase.means:
-                self._phase.means[key] = self._place, error, of_epoch
+        if self.loader_index is not None and reduce == MEAN:
+            error = score_name(name)
+            total, total_weight = self._of_step.get(error, (0.0, 0.0))
+            self._of_step[error] = total + number * weight, total_weight + weight
+            if on_epoch:
+                self._phase.means.setdefault(key, (self.loader_index, error, of_epoch))
         elif on_epoch and hook == "on_after_backward":
             raise wrong(name, f"on_epoch = False in {hook}, or a call in training_step", "on_epoch = True")
         elif on_epoch and (self._size or not is_of_batch):
-            total = number * weight if is_mean else number
-            self._add(key, Number(total, weight, reduce, is_of_batch or sync_dist, of_epoch))
+            weighted = number * weight if reduce == MEAN else number
+            self._add(key, Number(weighted, weight, reduce, is_of_batch or sync_dist, of_epoch))
             if is_at_end:
                 self._values[key] = number
 
@@ -168,17 +159,11 @@ class Logged:
             if on_epoch:
                 self._values[f"{name}_step"] = number
 
-    def begin_step(self, batch_size: int, place: int = 0, suffix: str = "") -> None:
-        """Values belong to a batch from here on.
-
-        Args:
-            place: of its loader.
-            suffix: of names, where there are several loaders.
-        """
+    def begin_step(self, batch_size: int, loader_index: int = 0, suffix: str = "") -> None:
+        """Values belong to a batch from here on. `suffix`: of names, where there are several loaders."""
         self._size = batch_size
-        self._place = place
+        self.loader_index = loader_index
         self._suffix = suffix
-        self._is_in_step = True
 
     def end_step(self) -> None:
         """Mark the means of a batch as errors of the step."""
@@ -189,7 +174,7 @@ class Logged:
             context.mark_as_loss(torch.zeros(()), "nothing", as_error=True)  # hvdtrain expects at least one
         self._of_step = {}
         self._suffix = ""
-        self._is_in_step = False
+        self.loader_index = None
 
     def end_batches(self) -> None:
         """What hooks after a step log from here on is of no batch."""
@@ -200,35 +185,29 @@ class Logged:
         self.metrics.begin_evaluation()
         self._evaluation = Phase()
 
-    def take_errors(self, means: Mapping[str, float], place: int = 0) -> None:
-        """The means of the errors of a loader."""
-        self._phase.errors[place] = means
+    def take_errors(self, means: Mapping[str, float], loader_index: int = 0) -> None:
+        self._phase.errors[loader_index] = means
 
     def gather(self) -> None:
         """Collective, before the hooks at the end of an epoch or an evaluation. Make known what was logged on all ranks, and give
         metrics the states of all ranks."""
         phase = self._phase
-        of_ranks = hvdtrain.all_gather((self.metrics.states(), phase), name="lightning_logged")
-        self.metrics.put_together([states for states, _ in of_ranks])
-        self._at_end, self._scores = {}, {}
-        for _, logged in of_ranks:
-            phase.means.update(logged.means)
-            phase.metrics.update(logged.metrics)
-        for name, (place, error, of_epoch) in phase.means.items():
-            if (mean := phase.errors.get(place, {}).get(error)) is not None:
+        by_rank = hvdtrain.all_gather((self.metrics.states(), phase), name="lightning_logged")
+        self.metrics.put_together([states for states, _ in by_rank])
+        self._at_end = {}
+        self._scores = {}
+        for _, of_rank in by_rank:
+            phase.means.update(of_rank.means)
+        for name, (loader_index, error, of_epoch) in phase.means.items():
+            if (mean := phase.errors.get(loader_index, {}).get(error)) is not None:
                 self._show(name, torch.tensor(mean), of_epoch)
-        self._take_numbers([logged.numbers for _, logged in of_ranks])
+        self._take([of_rank for _, of_rank in by_rank])
         phase.numbers = {}
-        self._take_metrics()
 
     def take_scores(self) -> dict[str, float]:
         """Collective, after those hooks. What was logged and is no error of steps, by name. The logged metrics are reset."""
         phase = self._phase
-        of_ranks = hvdtrain.all_gather((phase.numbers, phase.metrics), name="lightning_scores")
-        for _, metrics in of_ranks:
-            phase.metrics.update(metrics)
-        self._take_numbers([numbers for numbers, _ in of_ranks])
-        self._take_metrics()
+        self._take(hvdtrain.all_gather(phase, name="lightning_scores"))
         for path, *_ in phase.metrics.values():
             self.metrics[path].reset()
         self.metrics.release()
@@ -237,23 +216,24 @@ class Logged:
         if self._evaluation is None:
             self._train = Phase()
         self._evaluation = None
-        return {own_name(name): float(value) for name, value in self._scores.items() if own_name(name) not in errors}
+        return {score_name(name): float(value) for name, value in self._scores.items() if score_name(name) not in errors}
 
     def _show(self, name: str, value: torch.Tensor, of_epoch: str) -> None:
         for key in (name, of_epoch):
             self._values[key] = self._at_end[key] = value
 
-    def _take_numbers(self, of_ranks: Sequence[Mapping[str, Number]]) -> None:
-        for name in dict.fromkeys(name for numbers in of_ranks for name in numbers):
-            numbers = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+    def _take(self, by_rank: Sequence[Phase]) -> None:
+        """Make known the numbers that the ranks have logged, and the metrics."""
+        for name in dict.fromkeys(name for of_rank in by_rank for name in of_rank.numbers):
+            numbers = [of_rank.numbers[name] for of_rank in by_rank if name in of_rank.numbers]
             if not numbers[0].is_of_all:
                 self._warn_of_differences(name, numbers)
                 numbers = numbers[:1]
             number = combined(numbers)
             self._scores[name] = (number.total / number.weight if number.reduce == MEAN else number.total).cpu()
             self._show(name, self._scores[name], number.of_epoch)
-
-    def _take_metrics(self) -> None:
+        for of_rank in by_rank:
+            self._phase.metrics.update(of_rank.metrics)
         for name in self._phase.metrics:
             self._take_metric(name)
 
@@ -282,11 +262,11 @@ class Logged:
         numbers = {name: tuple(number) for name, number in train.numbers.items()}
         return hvdtrain.all_gather((*self.metrics.state(), train.means, numbers, train.metrics), name="lightning_state")
 
-    def load(self, of_ranks: Sequence[Any]) -> None:
+    def load(self, by_rank: Sequence[Any]) -> None:
         """Continue from what `state` returned, also on another number of ranks."""
-        rank, size = hvdtrain.rank(), hvdtrain.size()
-        mine = [of_ranks[rank]] if len(of_ranks) == size else list(of_ranks) if rank == 0 else []
-        self.metrics.load(of_ranks[0][0], [states for states, *_ in mine], {name for _, names, *_ in of_ranks for name in names})
+        rank = hvdtrain.rank()
+        mine = [by_rank[rank]] if len(by_rank) == hvdtrain.size() else list(by_rank) if rank == 0 else []
+        self.metrics.load(by_rank[0][0], [states for states, *_ in mine], {name for _, names, *_ in by_rank for name in names})
         for _, _, means, numbers, metrics in mine:
             self._train.means |= means
             self._train.metrics |= metrics
@@ -297,7 +277,6 @@ class Logged:
 
 
 def combined(numbers: Sequence[Number]) -> Number:
-    """One number of several of the same name."""
     totals = torch.stack([number.total for number in numbers])
     reduce = numbers[0].reduce
     total = totals.sum() if reduce == MEAN else getattr(totals, reduce)()
@@ -305,10 +284,9 @@ def combined(numbers: Sequence[Number]) -> Number:
 
 
 def wrong(name: str, expected: str, got: str) -> ConfigError:
-    """The error about a value that cannot be logged."""
     return ConfigError.of("wrong-result", f"self.log: expected {expected} for {name!r}, got {got}")
 
 
-def own_name(name: str) -> str:
+def score_name(name: str) -> str:
     """The name among hvdtrain's scores: 'loss' is what training_step returns."""
     return f"logged_{name}" if name == "loss" else name

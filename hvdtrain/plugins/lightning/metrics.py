@@ -26,16 +26,15 @@ class Metrics:
     """
 
     def __init__(self, module: Any) -> None:
-        self._by_name = {name: one for name, one in module.named_modules() if is_metric(one)}
+        self._by_name = {name: submodule for name, submodule in module.named_modules() if is_metric(submodule)}
         for metric in self._by_name.values():
             metric.sync_on_compute = metric._to_sync = False  # the states are put together here; `compute` reads the latter
-        self._names = {id(metric): name for name, metric in self._by_name.items()}
         self._differing: set[str] = set()  # what steps have updated
         self._of_rank: dict[str, State] = {}  # this rank's states of those that have the states of all ranks
         self._before: tuple[dict[str, State], list[str]] | None = None  # as in `state`, when an evaluation began
 
     def name_of(self, metric: Any) -> str | None:
-        return self._names.get(id(metric))
+        return next((name for name, present in self._by_name.items() if present is metric), None)
 
     def __getitem__(self, name: str) -> Any:
         return self._by_name[name]
@@ -62,12 +61,12 @@ class Metrics:
         self._note_updates(by_steps=True)
         return {name: state_of(self._by_name[name]) for name in sorted(self._differing)}
 
-    def put_together(self, of_ranks: Sequence[Mapping[str, State]]) -> None:
+    def put_together(self, by_rank: Sequence[Mapping[str, State]]) -> None:
         """Give each metric what `states` returned on all ranks."""
-        for name in dict.fromkeys(name for states in of_ranks for name in states) if len(of_ranks) > 1 else ():
+        for name in dict.fromkeys(name for states in by_rank for name in states) if len(by_rank) > 1 else ():
             metric = self._by_name[name]
             self._of_rank[name] = state_of(metric)
-            set_state(metric, merged(metric, [states[name] for states in of_ranks if name in states]))
+            set_state(metric, merged(metric, [states[name] for states in by_rank if name in states]))
             metric._update_count = Untouched(metric._update_count)
 
     def release(self) -> None:
@@ -99,23 +98,11 @@ class Metrics:
         states = {name: state_of(metric) for name, metric in self._by_name.items() if metric._update_count}
         return states, sorted(self._differing)
 
-    def load(self, alike: Mapping[str, State], of_ranks: Sequence[Mapping[str, State]], differing: Collection[str]) -> None:
-        """Continue from what `state` returned.
-
-        Args:
-            alike: has the states of those that do not differ.
-            of_ranks: those of the ranks whose steps this one continues.
-            differing: the names of those that differ.
-        """
+    def load(self, alike: Mapping[str, State], by_rank: Sequence[Mapping[str, State]], differing: Collection[str]) -> None:
+        """Continue from what `state` returned: in those that differ, from the ranks whose steps this one continues."""
         self._differing = set(differing)
         for name, metric in self._by_name.items():
-            states = (
-                [states[name] for states in of_ranks if name in states]
-                if name in differing
-                else [alike[name]]
-                if name in alike
-                else []
-            )
+            states = [states[name] for states in (by_rank if name in differing else [alike]) if name in states]
             if states:
                 set_state(metric, states[0] if len(states) == 1 else merged(metric, states))
         self._note_updates(by_steps=False)
@@ -126,20 +113,18 @@ def is_metric(value: Any) -> bool:
 
 
 def state_of(metric: Any) -> State:
-    """A metric's state."""
     values = {name: getattr(metric, name) for name in metric._defaults}
     return int(metric._update_count), {
-        name: [one.detach().cpu() for one in value] if isinstance(value, list) else value.detach().cpu().clone()
+        name: [entry.detach().cpu() for entry in value] if isinstance(value, list) else value.detach().cpu().clone()
         for name, value in values.items()
     }
 
 
 def set_state(metric: Any, state: State) -> None:
-    """Give a metric a state."""
     metric._update_count, values = state
     metric._computed = None
     for name, value in values.items():
-        moved = [one.to(metric.device) for one in value] if isinstance(value, list) else value.to(metric.device)
+        moved = [entry.to(metric.device) for entry in value] if isinstance(value, list) else value.to(metric.device)
         setattr(metric, name, moved)
 
 
@@ -148,14 +133,14 @@ def merged(metric: Any, states: Sequence[State]) -> State:
     counts = [count for count, _ in states]
     values: dict[str, Any] = {}
     for name, reduction in metric._reductions.items():
-        of_ranks = [state[name] for _, state in states]
+        by_rank = [state[name] for _, state in states]
         if isinstance(metric._defaults[name], list):
-            values[name] = [one for value in of_ranks for one in (value if isinstance(value, list) else [value])]
+            values[name] = [entry for value in by_rank for entry in (value if isinstance(value, list) else [value])]
         elif getattr(reduction, "__name__", "") == "dim_zero_mean":
-            values[name] = sum(value * count for value, count in zip(of_ranks, counts, strict=True)) / max(1, sum(counts))
-        elif len(of_ranks) == 1:
-            values[name] = of_ranks[0]
+            values[name] = sum(value * count for value, count in zip(by_rank, counts, strict=True)) / max(1, sum(counts))
+        elif len(by_rank) == 1:
+            values[name] = by_rank[0]
         else:
-            together = torch.stack(of_ranks)
+            together = torch.stack(by_rank)
             values[name] = together if reduction is None else reduction(together)
     return sum(counts), values

@@ -10,86 +10,69 @@ import torch
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.learner.torch.several_optimizers import SeveralOptimizers
-from hvdtrain.plugins.lightning.given import Given
+from hvdtrain.plugins.lightning.user_objects import UserObjects, overrides
+from hvdtrain.plugins.other_trainer.rates import GroupRates
 
 
-class Schedules:
+class Schedules(GroupRates):
     """The optimizer of `configure_optimizers`, whose groups have the rates of its schedulers in every step.
 
     Args:
         trainer: has the values that schedulers look at.
 
     Attributes:
-        optimizer: None until it is made; several as one, where the module takes the steps itself.
-        members: those of which it consists.
+        members: the optimizers; several only where the module takes the steps itself.
         configs: Lightning's `LRSchedulerConfig`s.
-        rates: of the optimizer's groups, as the schedulers have set them.
         loss: the last one that training_step returned on this rank, which an optimizer's closure returns.
         epoch: the last one in which the schedulers of epochs have set the rates.
         after_evaluation: the batch for which schedulers that look at a value wait for the evaluation; 0: none.
     """
 
-    def __init__(self, given: Given, trainer: Any) -> None:
-        self._given = given
+    def __init__(self, user: UserObjects, trainer: Any) -> None:
+        super().__init__()
+        self._user = user
         self._trainer = trainer
-        self.optimizer: Any = None
         self.members: list[Any] = []
         self._is_manual = False
         self.configs: list[Any] = []
-        self.rates: list[float] = []
         self.loss: Any = None
-        self.epoch = self.after_evaluation = 0
+        self.epoch = 0
+        self.after_evaluation = 0
 
     def make(self, configured: Any, parameters: Any, batch_idx: Callable[[], int], changes: bool) -> Any:
-        """The optimizer of what `configure_optimizers` returned. Raises: ConfigError, if there are others.
+        """The optimizer of what `configure_optimizers` returned. Raises: ConfigError, if there are several.
 
         Args:
             batch_idx: returns the index of the batch under way.
             changes: whether hooks of the module's may change rates just before a step.
         """
-        core = self._given.of_lightning("core.optimizer")
+        core = self._user.of_lightning("core.optimizer")
         optimizers, schedulers, monitor = ([], [], None) if configured is None else core._configure_optimizers(configured)
-        self._is_manual = not self._given.module.automatic_optimization
+        self._is_manual = not self._user.module.automatic_optimization
         if len(optimizers) != 1 and not (optimizers and self._is_manual):
             raise ConfigError.of(
                 "unsupported", f"lightning_module: expected one optimizer from configure_optimizers, got {len(optimizers)}"
             )
         self.members = optimizers
         optimizer: Any = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
-        self.optimizer = optimizer
-        if self._is_manual:
+        self.take(optimizer, parameters)
+        if self._is_manual:  # the module takes all steps
             self.configs = core._configure_schedulers_manual_opt(schedulers)
         else:
             self.configs = core._configure_schedulers_automatic_opt(schedulers, monitor)
-        core._validate_scheduler_api(self.configs, self._given.module)
-        trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for parameter in parameters:
-            if id(parameter) not in trained:
-                parameter.requires_grad_(False)
-        if self._is_manual:
-            pass  # the module takes all steps
-        elif self._given.overrides("optimizer_step", self._given.module):
-            optimizer.step = partial(self._step_of_module, optimizer.step, batch_idx)
-        elif changes or len(optimizer.param_groups) > 1:
-            optimizer.register_step_pre_hook(lambda *_: self._set_rates())
-        self.note_rates()
+            if overrides("optimizer_step", self._user.module):
+                optimizer.step = partial(self._step_of_module, optimizer.step, batch_idx)
+            elif changes or len(optimizer.param_groups) > 1:
+                optimizer.register_step_pre_hook(lambda *_: self.set_rates())
+        core._validate_scheduler_api(self.configs, self._user.module)
         return optimizer
-
-    def note_rates(self) -> None:
-        """Take over the rates of the optimizer's groups, which a hook of the module's may have set."""
-        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def _set_rates(self) -> None:
-        """Set the rates of the optimizer's groups, each its own; hvdtrain sets that of the first one."""
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate
 
     def _step_of_module(self, step: Callable[[], Any], batch_idx: Callable[[], int]) -> None:
         """In place of the optimizer's own step: let the module take it, which may set rates before and after it."""
-        self._set_rates()
-        once = Once(self.optimizer, step, self.note_rates, self.loss)
-        self._given.module.optimizer_step(self._trainer.current_epoch, batch_idx(), once, once.closure)
-        if once.is_left:
+        self.set_rates()
+        once = StepOnce(self.optimizer, step, self.note_rates, self.loss)
+        self._user.module.optimizer_step(self._trainer.current_epoch, batch_idx(), once, once.closure)
+        if not once.has_stepped:
             raise ConfigError.of(
                 "wrong-result",
                 "optimizer_step: expected one call of optimizer.step in each update, got none (accum_grad_multiple_step adds up "
@@ -116,13 +99,13 @@ class Schedules:
             value = self._trainer.callback_metrics.get(config.monitor) if on_plateau else None
             if on_plateau and value is None:
                 if config.strict:
-                    known = ", ".join(self._trainer.callback_metrics)
+                    logged = ", ".join(self._trainer.callback_metrics)
                     raise ConfigError.of(
                         "unknown-value",
-                        f"lr_scheduler: expected a monitor that was logged, got {config.monitor!r}, only: {known}",
+                        f"lr_scheduler: expected a monitor that was logged, got {config.monitor!r}, only: {logged}",
                     )
                 continue
-            self._given.module.lr_scheduler_step(config.scheduler, value)
+            self._user.module.lr_scheduler_step(config.scheduler, value)
             self.note_rates()
 
     def step_epoch(self, epoch: int) -> None:
@@ -139,29 +122,28 @@ class Schedules:
 
     def state(self) -> dict[str, Any]:
         self.note_rates()  # a hook after the last update may have set them
-        kept = {name: getattr(self, name) for name in ("rates", "epoch", "after_evaluation")}
         of_module = {name: scheduler.state_dict() for name, scheduler in self._of_module().items()}
-        return {"schedulers": [config.scheduler.state_dict() for config in self.configs], "of_module": of_module, **kept}
+        plain = {name: getattr(self, name) for name in ("rates", "epoch", "after_evaluation")}
+        return {"schedulers": [config.scheduler.state_dict() for config in self.configs], "of_module": of_module, **plain}
 
     def _of_module(self) -> dict[str, Any]:
         """The schedulers that the module keeps for itself, by the names of its attributes."""
-        return {
-            name: one for name, one in vars(self._given.module).items() if isinstance(one, torch.optim.lr_scheduler.LRScheduler)
-        }
+        attributes = vars(self._user.module).items()
+        return {name: value for name, value in attributes if isinstance(value, torch.optim.lr_scheduler.LRScheduler)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        for config, kept in zip(self.configs, state["schedulers"], strict=True):
-            config.scheduler.load_state_dict(kept)
+        for config, scheduler_state in zip(self.configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(scheduler_state)
         for name, scheduler in self._of_module().items():
             if name in state["of_module"]:
                 scheduler.load_state_dict(state["of_module"][name])
         self.rates = list(state["rates"])
         self.epoch = state["epoch"]
         self.after_evaluation = state["after_evaluation"]
-        self._set_rates()
+        self.set_rates()
 
 
-class Once:
+class StepOnce:
     """The optimizer as the module's `optimizer_step` and `optimizer_zero_grad` see it: its step is taken once, as the gradients
     are those of all ranks already."""
 
@@ -170,18 +152,17 @@ class Once:
         self._step = step
         self._before = before
         self._loss = loss
-        self.is_left = True
+        self.has_stepped = False
 
     def closure(self) -> Any:
-        """The loss and its gradients are computed."""
         return self._loss
 
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         loss = None if closure is None else closure()
-        if self.is_left:
+        if not self.has_stepped:
             self._before()
             self._step()
-        self.is_left = False
+        self.has_stepped = True
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

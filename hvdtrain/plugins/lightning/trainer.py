@@ -12,8 +12,9 @@ import torch
 import hvdtrain
 from hvdtrain.comm.this_process import place
 from hvdtrain.errors import ConfigError, Problem
-from hvdtrain.plugins.lightning.given import stops_early
+from hvdtrain.plugins.lightning.arguments import PRECISIONS
 from hvdtrain.plugins.lightning.loaders import accumulated
+from hvdtrain.plugins.lightning.user_objects import stops_early
 
 
 class Refused(ConfigError, AttributeError):
@@ -40,17 +41,14 @@ class Logger:
 
 
 def gather(job: Any, data: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-    """The tensors of all ranks, without gradients on several ranks.
-
-    Raises:
-        ConfigError: gradients are wanted there, or a rank has no batch in a step, and so would not take part in one.
-    """
+    """The tensors of all ranks. Raises: ConfigError, if gradients are wanted of several, or if a rank has no batch in a step."""
     if hvdtrain.size() == 1:
         return data
     if sync_grads:
         raise ConfigError.of("unsupported", "all_gather: expected sync_grads = False on several ranks, got True")
     kind = {"train": "train", "validation": "val"}.get(job.stage, "test")
-    if job.logged.place is not None and job.stage != "predict" and not job.loaders.are_even(kind, job.logged.place):
+    index = job.logged.loader_index
+    if index is not None and job.stage != "predict" and not job.loaders.are_even(kind, index):
         raise ConfigError.of(
             "unsupported",
             f"all_gather: expected a batch on each rank in all steps of {kind}_dataloader, got fewer in the last one (leave "
@@ -59,12 +57,8 @@ def gather(job: Any, data: torch.Tensor, group: Any = None, sync_grads: bool = F
     return torch.stack(hvdtrain.all_gather(data.detach().cpu(), name="lightning_all_gather")).to(data.device)
 
 
-class Part:
-    """A part of the Trainer's, with what modules and callbacks use of it.
-
-    Args:
-        name: what error messages call it.
-    """
+class TrainerPart:
+    """A part of the Trainer's, with what modules and callbacks use of it. `name`: as error messages call it."""
 
     def __init__(self, name: str, **attributes: Any) -> None:
         vars(self).update(attributes, _name=name)
@@ -76,13 +70,13 @@ class Part:
         raise refused(self._name, f"{name} = {value!r:.60}", ADVICE)
 
 
-def strategy(job: Any) -> Part:
-    return Part(
+def strategy(job: Any) -> TrainerPart:
+    return TrainerPart(
         "self.trainer.strategy",
         root_device=job.module.device,
         **dict.fromkeys(("model", "lightning_module"), job.module),
         is_global_zero=hvdtrain.rank() == 0,
-        _lightning_optimizers=job.manual.stepped if job.manual else job.optimizers,
+        _lightning_optimizers=job.manual.stepped if job.manual else job.schedules.members,
         **({"backward": job.manual.backward, "optimizer_step": job.manual.optimizer_step} if job.manual else {}),
         all_gather=partial(gather, job),
         barrier=lambda *_: hvdtrain.all_gather(None) and None,
@@ -91,44 +85,45 @@ def strategy(job: Any) -> Part:
     )
 
 
-def state(job: Any) -> Part:
+def state(job: Any) -> TrainerPart:
     stage = "validate" if job.stage == "validation" else job.stage
     function = "fit" if job.training is not None else stage
-    return Part("self.trainer.state", fn=function, stage=stage, status="running")
+    return TrainerPart("self.trainer.state", fn=function, stage=stage, status="running")
 
 
 def loggers(job: Any) -> list[Any]:
     """Those of the config, for what the module itself logs with them."""
-    given = job.arguments.get("logger")
-    if given is None or isinstance(given, bool):
-        return [] if given is False else [Logger(job)]
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    logger = job.arguments.get("logger")
+    if logger is None or isinstance(logger, bool):
+        return [] if logger is False else [Logger(job)]
+    return list(logger) if isinstance(logger, (list, tuple)) else [logger]
 
 
 def max_epochs(job: Any) -> int:
-    number = int(job.given.values.get("num_epochs") or 5)
+    number = int(job.user.values.get("num_epochs") or 5)
     return -1 if job.extent.max_steps >= 0 and number >= job.extent.max_steps else number
 
 
 def stepping_batches(job: Any) -> int:
-    epochs, most = max_epochs(job), int(job.extent.max_steps)
+    epochs = max_epochs(job)
+    most = int(job.extent.max_steps)
     if epochs < 0:
         return most
-    steps = -(-int(job.loaders.num_batches) // accumulated(job.given.values)) * epochs
+    steps = -(-int(job.loaders.limited("train")) // accumulated(job.user.values)) * epochs
     return steps if most < 0 else min(steps, most)
 
 
-def only(loaders: list[Any]) -> Any:
+def unwrapped(loaders: list[Any]) -> Any:
     return loaders[0] if len(loaders) == 1 else loaders
 
 
 def stoppers(job: Any) -> list[Any]:
-    return [one for one in job.given.callbacks if stops_early(one)]
+    return [callback for callback in job.user.callbacks if stops_early(callback)]
 
 
 ADVICE = "docs/lightning.md lists what there is"
 
-PRECISION = {None: "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}
+PRECISION = {key: precision for precision, key in PRECISIONS.items()}
 
 READ: dict[str, Callable[[Any], Any]] = {
     "training": lambda job: job.stage == "train",
@@ -144,35 +139,35 @@ READ: dict[str, Callable[[Any], Any]] = {
     "max_steps": lambda job: int(job.extent.max_steps),
     "min_epochs": lambda job: job.extent.min_epochs,
     "estimated_stepping_batches": stepping_batches,
-    "accumulate_grad_batches": lambda job: accumulated(job.given.values),
-    "precision": lambda job: PRECISION[job.given.values.get("mixed_precision")],
+    "accumulate_grad_batches": lambda job: accumulated(job.user.values),
+    "precision": lambda job: PRECISION[job.user.values.get("mixed_precision")],
     "gradient_clip_val": lambda job: job.clip[0],
     "gradient_clip_algorithm": lambda job: job.clip[1],
-    "precision_plugin": lambda job: job.given.of_lightning("plugins.precision").Precision(),
-    "num_training_batches": lambda job: job.loaders.num_batches,
-    "num_val_batches": lambda job: [job.loaders.limited("val", place) for place in range(job.loaders.num_val)],
+    "precision_plugin": lambda job: job.user.of_lightning("plugins.precision").Precision(),
+    "num_training_batches": lambda job: job.loaders.limited("train"),
+    "num_val_batches": lambda job: [job.loaders.limited("val", index) for index in range(job.loaders.num_val)],
     "is_last_batch": lambda job: job.batch_idx + 1 >= job.loaders.of_epoch(epoch=job.trainer.current_epoch + 1),
     "train_dataloader": lambda job: job.loaders.seen("train")[0],
-    "val_dataloaders": lambda job: only(job.loaders.seen("val")),
-    "test_dataloaders": lambda job: only(job.loaders.seen("test")),
-    "datamodule": lambda job: job.given.datamodule,
+    "val_dataloaders": lambda job: unwrapped(job.loaders.seen("val")),
+    "test_dataloaders": lambda job: unwrapped(job.loaders.seen("test")),
+    "datamodule": lambda job: job.user.datamodule,
     **dict.fromkeys(("lightning_module", "model"), lambda job: job.module),
-    "callbacks": lambda job: job.given.callbacks,
+    "callbacks": lambda job: job.user.callbacks,
     "early_stopping_callback": lambda job: next(iter(stoppers(job)), None),
     "early_stopping_callbacks": stoppers,
-    "optimizers": lambda job: job.optimizers,
+    "optimizers": lambda job: job.schedules.members,
     "lr_scheduler_configs": lambda job: job.schedules.configs,
     "strategy": strategy,
     "state": state,
     "print": lambda job: job.module.print,
     "save_checkpoint": lambda job: job.save_ckpt,
     "enable_validation": lambda job: job.loaders.num_val > 0,
-    "profiler": lambda job: job.given.of_lightning("profilers").PassThroughProfiler(),
+    "profiler": lambda job: job.user.of_lightning("profilers").PassThroughProfiler(),
     "loggers": loggers,
     "logger": lambda job: next(iter(loggers(job)), None),
     "logged_metrics": lambda job: job.trainer.callback_metrics,
     "should_stop": lambda job: job.stops,
-    **dict.fromkeys(("default_root_dir", "log_dir"), lambda job: str(Path(job.given.values["model"]).parent)),
+    **dict.fromkeys(("default_root_dir", "log_dir"), lambda job: str(Path(job.user.values["model"]).parent)),
 }
 """By attribute, its value of a job."""
 
@@ -185,18 +180,15 @@ DEFAULTS: dict[str, Any] = {
 
 
 class Trainer:
-    """Attributes:
-    callback_metrics: the last value of whatever was logged, by name.
-    """
-
     sanity_checking = fast_dev_run = barebones = received_sigterm = interrupted = False
     progress_bar_callback = ckpt_path = None
     num_sanity_val_steps = 0
 
     def __init__(self, job: Any) -> None:
         self._job = job
-        self.callback_metrics: dict[str, Any] = {}
-        self.current_epoch = self.global_step = 0
+        self.callback_metrics: dict[str, Any] = {}  # the last value of whatever was logged, by name
+        self.current_epoch = 0
+        self.global_step = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "should_stop":
@@ -216,8 +208,8 @@ class Trainer:
         raise refused("self.trainer", name, ADVICE)
 
 
-def refused(what: str, name: str, advice: str) -> Refused:
+def refused(owner: str, name: str, advice: str) -> Refused:
     """The error about an attribute that there is not, or that cannot be set."""
     return Refused(
-        [Problem.of("unsupported", f"{what}: expected what hvdtrain has of Lightning's Trainer, got {name!r} ({advice})")]
+        [Problem.of("unsupported", f"{owner}: expected what hvdtrain has of Lightning's Trainer, got {name!r} ({advice})")]
     )

@@ -15,7 +15,7 @@ from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.plugins.lightning.given import Given
+from hvdtrain.plugins.lightning.user_objects import UserObjects
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
@@ -263,8 +263,8 @@ class Adversarial(Net):
         self.read.append(sorted(outputs))
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.Adam(one.parameters(), 0.01) for one in (self.net, self.judge)]
-        return optimizers, [torch.optim.lr_scheduler.StepLR(one, 5, 0.5) for one in optimizers]
+        optimizers = [torch.optim.Adam(network.parameters(), 0.01) for network in (self.net, self.judge)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) for optimizer in optimizers]
 
 
 CASES: dict[str, tuple[type[Net], Callable[[], Any], dict[str, Any]]] = {
@@ -286,21 +286,21 @@ CASES: dict[str, tuple[type[Net], Callable[[], Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_hooks_do_is_the_same(name: str, tmp_path: Path) -> None:
     kind, more, arguments = CASES[name]
-    theirs, start, given = kind(), state_of(kind()), more()
-    trainer = fit(theirs, 3, **arguments, **given)
+    theirs, start, trainer_arguments = kind(), state_of(kind()), more()
+    trainer = fit(theirs, 3, **arguments, **trainer_arguments)
 
     def keys() -> dict[str, Any]:
-        made = more()
-        callbacks = {"lightning_callbacks": made.pop("callbacks")} if "callbacks" in made else {}
-        return {"lightning_module": kind(), "num_epochs": 3, "lightning_trainer": arguments, **callbacks, **made}
+        more_keys = more()
+        callbacks = {"lightning_callbacks": more_keys.pop("callbacks")} if "callbacks" in more_keys else {}
+        return {"lightning_module": kind(), "num_epochs": 3, "lightning_trainer": arguments, **callbacks, **more_keys}
 
     ours = keys()
     weights = train(ours, tmp_path / "model")
     module = ours["lightning_module"]
     assert difference(weights, state_of(theirs), start) < 1e-6
     assert module.rates == theirs.rates
-    for found, wanted in zip(getattr(module, "read", []), getattr(theirs, "read", []), strict=True):
-        assert found == (pytest.approx(wanted, rel=1e-6) if isinstance(wanted, (dict, float)) else wanted)
+    for read, wanted in zip(getattr(module, "read", []), getattr(theirs, "read", []), strict=True):
+        assert read == (pytest.approx(wanted, rel=1e-6) if isinstance(wanted, (dict, float)) else wanted)
     values = {metric: float(value) for metric, value in trainer.callback_metrics.items()}
     assert {metric: float(value) for metric, value in module.trainer.callback_metrics.items()} == pytest.approx(values, rel=1e-6)
     for step in {"average": [13], "plateau": [13], "numpy": [13], "attributes": [13, 18], "manual": [13, 14]}.get(name, []):
@@ -339,5 +339,5 @@ def test_a_model_checkpoint_chooses_the_best_epoch_and_a_logger_gets_what_the_mo
         keys = {"lightning_module": Logs, "lightning_trainer": arguments, "model": str(tmp_path / monitor), "num_threads": 1}
         assert hvdtrain.train({**keys, "higher_is_better": ["val_mse"]}).best.epoch == 2
     for monitor in ("step", "train_loss_step"):
-        assert not Given({"lightning_callbacks": [ModelCheckpoint(monitor=monitor)]}, None).best(2)
+        assert not UserObjects({"lightning_callbacks": [ModelCheckpoint(monitor=monitor)]}, None).best(2)
     assert (tmp_path / "logs" / "0" / "metrics.csv").read_text().split() == ["seen,step", *["0,0", "1,1", "2,2"] * 2]

@@ -15,10 +15,10 @@ from torchmetrics import MeanSquaredError
 import hvdtrain
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.lightning.arguments import Extent
-from hvdtrain.plugins.lightning.given import Given
 from hvdtrain.plugins.lightning.loaders import Loaders
 from hvdtrain.plugins.lightning.logged import Logged
 from hvdtrain.plugins.lightning.trainer import gather
+from hvdtrain.plugins.lightning.user_objects import UserObjects
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks  # noqa: E402
@@ -35,20 +35,20 @@ def test_weights_rates_and_values_are_those_of_lightnings_trainer(tmp_path: Path
     trainer = fit(theirs)
     keys = {"lightning_module": ours, "model": str(tmp_path / "model"), "num_epochs": 2, "num_threads": 1, "save_ckpt": True}
     result = hvdtrain.train(keys)
-    found = state_of(result.model)
-    assert difference(found, state_of(theirs), start) < 1e-6
+    weights = state_of(result.model)
+    assert difference(weights, state_of(theirs), start) < 1e-6
     assert ours.rates == theirs.rates
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     for dataset, names in {"dev": ["val_loss", "val_mse", "most", "again"], "train": ["train_loss", "train_mse"]}.items():
         for name in names:
             assert result.scores[f"{dataset}_loss_{name}"] == pytest.approx(values[name], rel=1e-6)
     assert {name: float(value) for name, value in ours.trainer.callback_metrics.items()} == pytest.approx(values, rel=1e-6)
-    check_resume(lambda: {"lightning_module": Net(), "num_epochs": 2}, tmp_path, 5, found)
+    check_resume(lambda: {"lightning_module": Net(), "num_epochs": 2}, tmp_path, 5, weights)
     scores = hvdtrain.evaluate({**keys, "lightning_module": Net}, num_threads=1)
     assert scores["eval_loss_val_mse"] == pytest.approx(values["val_mse"], rel=1e-6)
     loaded = Net.load_from_checkpoint(tmp_path / "model.002.ckpt")
     assert loaded.steps == 26
-    assert torch.equal(loaded.net[0].weight, found["net.0.weight"])
+    assert torch.equal(loaded.net[0].weight, weights["net.0.weight"])
 
 
 def test_a_ckpt_of_lightnings_is_continued_with_its_optimizer(tmp_path: Path) -> None:
@@ -64,11 +64,11 @@ def test_a_ckpt_of_lightnings_is_continued_with_its_optimizer(tmp_path: Path) ->
     whole = boring()
     fit(whole, 2)
     keys = {"load": str(tmp_path / "theirs.ckpt"), "num_epochs": 2}
-    found = train({**keys, "lightning_module": boring()}, tmp_path / "model")
-    assert difference(found, state_of(whole), state_of(boring())) < 1e-6
+    weights = train({**keys, "lightning_module": boring()}, tmp_path / "model")
+    assert difference(weights, state_of(whole), state_of(boring())) < 1e-6
     keys = {"import_model_train_epoch1": keys["load"], "num_epochs": 1}
     again = train({**keys, "lightning_module": boring()}, tmp_path / "other")
-    assert all(torch.equal(again[name], found[name]) for name in found)
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
     (tmp_path / "bad.ckpt").write_bytes(b"no file")
     with pytest.raises(hvdtrain.HvdtrainError, match=r"bad.ckpt: expected a .ckpt of Lightning's .*, got UnpicklingError"):
         train({"lightning_module": boring(), "load": str(tmp_path / "bad.ckpt")}, tmp_path / "third")
@@ -89,8 +89,8 @@ def test_a_ckpt_from_within_an_epoch_goes_on_after_its_batches(kind: type[Net], 
 
     whole, ours, start = kind(), kind(), state_of(kind())
     fit(whole, callbacks=[Saving()])
-    found = train({"lightning_module": ours, "load": str(tmp_path / "within.ckpt"), "num_epochs": 2}, tmp_path / "model")
-    assert difference(found, state_of(whole), start) < 1e-6
+    weights = train({"lightning_module": ours, "load": str(tmp_path / "within.ckpt"), "num_epochs": 2}, tmp_path / "model")
+    assert difference(weights, state_of(whole), start) < 1e-6
     assert ours.rates == whole.rates[after:]
     if after != 13:
         keys = {"lightning_module": kind(), "load": str(tmp_path / "within.ckpt"), "accum_grad_multiple_step": 7}
@@ -109,16 +109,22 @@ def test_metrics_with_the_states_of_all_ranks_do_not_gather_them_again(monkeypat
 def test_a_rank_without_a_batch_in_the_last_step_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks have 13 batches in all."""
     for arguments in ({"limit_train_batches": 6}, {}):
-        given = Given({"lightning_module": Net()}, None)
-        loaders = Loaders(given, Extent(arguments))
+        user = UserObjects({"lightning_module": Net()}, None)
+        loaders = Loaders(user, Extent(arguments))
         loaders.of("train")
         with monkeypatch.context() as patched:
             patched.setattr(hvdtrain, "size", lambda: 2)
             assert loaders.are_even("train", 0) == bool(arguments)
             if not arguments:
-                job = SimpleNamespace(stage="train", logged=SimpleNamespace(place=0), loaders=loaders)
+                job = SimpleNamespace(stage="train", logged=SimpleNamespace(loader_index=0), loaders=loaders)
                 with pytest.raises(ConfigError, match="all_gather: expected a batch on each rank in all steps of train"):
                     gather(job, torch.zeros(2))
+
+
+def test_a_datamodule_that_cannot_be_imported_is_named() -> None:
+    user = UserObjects({"lightning_module": Net, "datamodule": "no_such_package:Data"}, None)
+    with pytest.raises(ConfigError, match="datamodule: expected a function that can be imported, got no_such_package:Data"):
+        _ = user.is_validated
 
 
 def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:
@@ -134,10 +140,12 @@ def test_hooks_come_in_lightnings_order(tmp_path: Path) -> None:
 
         return type(f"Recording{who}", (base,), {name: record(name) for name in names if hasattr(base, name)})
 
-    hooks = {name for one in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(one) if not name.startswith("_")}
-    own = {"transfer_batch_to_device", "configure_sharded_model", "on_save_checkpoint"}  # not here, or at other times
+    hooks = {
+        name for hook_class in (ModelHooks, DataHooks, CheckpointHooks) for name in vars(hook_class) if not name.startswith("_")
+    }
+    left_out = {"transfer_batch_to_device", "configure_sharded_model", "on_save_checkpoint"}  # not here, or at other times
     steps = {"training_step", "validation_step", "configure_optimizers"}
-    module = recording("module", demos.BoringModel, sorted((hooks | steps) - own))
+    module = recording("module", demos.BoringModel, sorted((hooks | steps) - left_out))
     callback = recording("callback", lightning.Callback, [n for n in vars(lightning.Callback) if n[:3] in ("on_", "set", "tea")])
     fit(module(), callbacks=[callback()], limit_train_batches=3, limit_val_batches=2)
     loaders = ("module.train_dataloader", "module.val_dataloader", "callback.on_save_checkpoint")
@@ -186,12 +194,12 @@ def test_rates_and_modes_that_the_module_sets_itself_stay(tmp_path: Path) -> Non
     theirs, start = OfItsOwn(), state_of(OfItsOwn())
     fit(theirs)
     ours = OfItsOwn()
-    found = train({"lightning_module": ours, "num_epochs": 2}, tmp_path / "model")
-    assert difference(found, state_of(theirs), start) < 1e-6
+    weights = train({"lightning_module": ours, "num_epochs": 2}, tmp_path / "model")
+    assert difference(weights, state_of(theirs), start) < 1e-6
     assert ours.rates == theirs.rates
-    assert torch.equal(found["norm.running_mean"], torch.zeros(32))
+    assert torch.equal(weights["norm.running_mean"], torch.zeros(32))
     for step in (5, 13):  # within an epoch, and at its end
-        check_resume(lambda: {"lightning_module": OfItsOwn(), "num_epochs": 2}, tmp_path / str(step), step, found)
+        check_resume(lambda: {"lightning_module": OfItsOwn(), "num_epochs": 2}, tmp_path / str(step), step, weights)
 
 
 class Warming(Net):
@@ -226,10 +234,10 @@ class Warming(Net):
         self.log("begun", 1.0)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-        loss, found, wanted = self.losses(batch)
-        self.errors[dataloader_idx].update(found, wanted)
+        loss, outputs, wanted = self.losses(batch)
+        self.errors[dataloader_idx].update(outputs, wanted)
         self.log_dict({"val_loss": loss, "error": self.errors[dataloader_idx]})
-        self.log("most", found.max(), reduce_fx="max")
+        self.log("most", outputs.max(), reduce_fx="max")
         self.log(f"own_{dataloader_idx}", loss, add_dataloader_idx=False)
 
     def on_validation_epoch_end(self) -> None:
@@ -240,13 +248,13 @@ def test_a_step_of_the_modules_own_and_what_it_leaves_out_of_its_state(tmp_path:
     theirs, ours, start = Warming(), Warming(), state_of(Warming())
     trainer = fit(theirs, enable_checkpointing=True, default_root_dir=tmp_path)
     keys = {"num_val_loaders": 2, "num_epochs": 2}
-    found = train({**keys, "lightning_module": ours}, tmp_path / "model")
-    assert difference(found, state_of(theirs), start) < 1e-6
+    weights = train({**keys, "lightning_module": ours}, tmp_path / "model")
+    assert difference(weights, state_of(theirs), start) < 1e-6
     assert ours.rates == theirs.rates
     assert ours.seen == theirs.seen
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert {name: float(value) for name, value in ours.trainer.callback_metrics.items()} == pytest.approx(values, rel=1e-6)
-    check_resume(lambda: {**keys, "lightning_module": Warming()}, tmp_path, 5, found)
+    check_resume(lambda: {**keys, "lightning_module": Warming()}, tmp_path, 5, weights)
 
 
 @pytest.mark.parametrize("shuffles", [(True, False), (False, True)])
@@ -352,9 +360,9 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, caplog: pytest.Log
         torch.nn.Linear: "expected a LightningModule",
     }
     for number, (module, expected) in enumerate(cases.items()):
-        given = (lambda: torch.nn.Linear(1, 1)) if module is torch.nn.Linear else module
+        value = (lambda: torch.nn.Linear(1, 1)) if module is torch.nn.Linear else module
         with pytest.raises(ConfigError, match=expected):
-            train({"lightning_module": given, "num_epochs": 1}, tmp_path / str(number))
+            train({"lightning_module": value, "num_epochs": 1}, tmp_path / str(number))
     boring = {"lightning_module": demos.BoringModel, "num_epochs": 1}
     for more, expected in (
         ({"learning_rate": 0.1}, "learning_rate: expected none with lightning_module"),
@@ -400,8 +408,8 @@ def test_the_arguments_of_the_trainer_and_of_its_cli(tmp_path: Path) -> None:
     ours.configure_optimizers = lambda: torch.optim.SGD(ours.parameters(), 0.5)  # type: ignore[method-assign]
     ours.items = theirs.items
     fit(theirs, 2, **{name: value for name, value in arguments.items() if name != "max_epochs"})
-    found = train({"lightning_module": ours, "lightning_trainer": arguments}, tmp_path / "model")
-    assert difference(found, state_of(theirs), start) < 1e-6
+    weights = train({"lightning_module": ours, "lightning_trainer": arguments}, tmp_path / "model")
+    assert difference(weights, state_of(theirs), start) < 1e-6
     file = tmp_path / "config.yaml"
     file.write_text(CLI)
     result = hvdtrain.train({"lightning_module": str(file), "model": str(tmp_path / "cli"), "num_threads": 1})

@@ -7,7 +7,8 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 from speechbrain.utils.checkpoints import (
@@ -21,76 +22,81 @@ from speechbrain.utils.checkpoints import (
 from hvdtrain.errors import CheckpointError
 from hvdtrain.plugins.speechbrain.ranks import alone
 
+USUAL_HOOK = DEFAULT_SAVE_HOOKS[torch.nn.Module]
+
+
+def hparams_of(brain: Any) -> dict[str, Any]:
+    return dict(vars(getattr(brain, "hparams", None) or SimpleNamespace()))
+
 
 def states_of(brain: Any) -> dict[str, str]:
     """The state of what the Brain's hooks change beside its modules and its optimizer: schedulers, counters, ..."""
-    found = {}
+    states = {}
     with TemporaryDirectory() as folder, alone():
-        for name, one in recoverables(brain).items():
-            path = Path(folder) / "state"
-            (_custom(brain, "custom_save_hooks", name) or get_default_hook(one, DEFAULT_SAVE_HOOKS))(one, path)
-            found[name] = b64encode(path.read_bytes()).decode()
+        path = Path(folder) / "state"
+        for name, recoverable in recoverables(brain).items():
+            _hook(brain, "save", name, recoverable)(recoverable, path)
+            states[name] = b64encode(path.read_bytes()).decode()
             path.unlink()
-    return found
+    return states
 
 
 def restore(brain: Any, states: Mapping[str, str]) -> None:
     """Give them the state that `states_of` returned."""
     with TemporaryDirectory() as folder, alone():
-        for name, one in recoverables(brain).items():
+        path = Path(folder) / "state"
+        for name, recoverable in recoverables(brain).items():
             if name in states:
-                path = Path(folder) / "state"
                 path.write_bytes(b64decode(states[name]))
-                (_custom(brain, "custom_load_hooks", name) or get_default_hook(one, DEFAULT_LOAD_HOOKS))(one, path, True)
+                _hook(brain, "load", name, recoverable)(recoverable, path, True)
 
 
 def attributes_of(brain: Any) -> dict[str, dict[str, Any]]:
     """By name of an object with a state, its numbers and texts: hooks may add some that its file does not have, such as
     the rate of a CyclicLRScheduler."""
     return {
-        name: {key: value for key, value in vars(one).items() if isinstance(value, (bool, int, float, str))}
-        for name, one in recoverables(brain).items()
-        if hasattr(one, "__dict__") and not isinstance(one, torch.nn.Module)
+        name: {key: value for key, value in vars(recoverable).items() if isinstance(value, (bool, int, float, str))}
+        for name, recoverable in recoverables(brain).items()
+        if hasattr(recoverable, "__dict__") and not isinstance(recoverable, torch.nn.Module)
     }
 
 
-def add_attributes(brain: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
+def add_attributes(brain: Any, by_name: Mapping[str, Mapping[str, Any]]) -> None:
     """Give objects the attributes of `attributes_of` that they do not have yet."""
-    for name, one in recoverables(brain).items():
-        for key, value in found.get(name, {}).items():
-            if not hasattr(one, key):
-                setattr(one, key, value)
+    for name, recoverable in recoverables(brain).items():
+        for key, value in by_name.get(name, {}).items():
+            if not hasattr(recoverable, key):
+                setattr(recoverable, key, value)
 
 
 def recoverables(brain: Any) -> dict[str, Any]:
     """By name, the objects of the Checkpointer and of the hyperparameters that have a state of their own, and such modules."""
-    modules = {id(one) for one in brain.modules.modules()}
-    named = dict(vars(getattr(brain, "hparams", None) or object) if hasattr(brain, "hparams") else {})
-    named |= getattr(brain.checkpointer, "recoverables", {})
-    found: dict[str, Any] = own_states(brain)
-    for name, one in sorted(named.items()):
-        hook = get_default_hook(one, DEFAULT_SAVE_HOOKS)
-        is_ours = one is brain or id(one) in modules or isinstance(one, (torch.optim.Optimizer, torch.nn.ModuleList))
-        is_empty = hook is DEFAULT_SAVE_HOOKS[torch.nn.Module] and isinstance(one, torch.nn.Module) and not one.state_dict()
-        is_known = hook is not None or _custom(brain, "custom_save_hooks", name) is not None
-        is_left_out = is_ours or is_empty or isinstance(one, type) or any(one is other for other in found.values())
-        if is_known and not is_left_out:
-            found[name] = one
-    return found
+    modules = {id(module) for module in brain.modules.modules()}
+    candidates = hparams_of(brain) | getattr(brain.checkpointer, "recoverables", {})
+    with_state: dict[str, Any] = modules_with_state(brain)
+    for name, value in sorted(candidates.items()):
+        is_ours = value is brain or id(value) in modules or isinstance(value, (torch.optim.Optimizer, torch.nn.ModuleList))
+        is_usual = get_default_hook(value, DEFAULT_SAVE_HOOKS) is USUAL_HOOK
+        is_empty = is_usual and isinstance(value, torch.nn.Module) and not value.state_dict()
+        is_left_out = is_ours or is_empty or isinstance(value, type) or any(value is present for present in with_state.values())
+        if not is_left_out and _hook(brain, "save", name, value) is not None:
+            with_state[name] = value
+    return with_state
 
 
-def own_states(brain: Any) -> dict[str, Any]:
+def modules_with_state(brain: Any) -> dict[str, Any]:
     """By name, the modules whose state is not among their tensors, such as InputNormalization's."""
-    usual = DEFAULT_SAVE_HOOKS[torch.nn.Module]
     return {
-        name: one
-        for name, one in sorted(brain.modules.named_modules())
-        if name and get_default_hook(one, DEFAULT_SAVE_HOOKS) is not usual
+        name: module
+        for name, module in sorted(brain.modules.named_modules())
+        if name and get_default_hook(module, DEFAULT_SAVE_HOOKS) is not USUAL_HOOK
     }
 
 
-def _custom(brain: Any, kind: str, name: str) -> Any:
-    return getattr(brain.checkpointer, kind, {}).get(name)
+def _hook(brain: Any, action: Literal["save", "load"], name: str, recoverable: Any) -> Any:
+    """The function that saves or loads an object; None: it has no state."""
+    custom = getattr(brain.checkpointer, f"custom_{action}_hooks", {}).get(name)
+    return custom or get_default_hook(recoverable, DEFAULT_SAVE_HOOKS if action == "save" else DEFAULT_LOAD_HOOKS)
 
 
 def load_from(folder: Path, brain: Any) -> dict[str, Any]:
@@ -99,15 +105,16 @@ def load_from(folder: Path, brain: Any) -> dict[str, Any]:
     steps, and the batches of the next epoch that are done: 0 at the end of an epoch, None if they are not known.
 
     Raises:
-        CheckpointError: there is none, a module has no file, or a file is of another one.
+        CheckpointError: a module has no file, or a file is of another one.
     """
     inside = [path for path in folder.glob("CKPT+*") if path.is_dir()]
     folder = max(inside, key=lambda path: path.stat().st_mtime) if inside else folder
-    modules, others = dict(brain.modules), recoverables(brain)
-    named = {"optimizer": getattr(brain, "optimizer", None), **getattr(brain.checkpointer, "recoverables", {})}
-    others |= {name: one for name, one in named.items() if isinstance(one, torch.optim.Optimizer)}
+    modules = dict(brain.modules)
+    candidates = {"optimizer": getattr(brain, "optimizer", None), **getattr(brain.checkpointer, "recoverables", {})}
+    optimizers = {name: value for name, value in candidates.items() if isinstance(value, torch.optim.Optimizer)}
     whole = folder / f"model{PARAMFILE_EXT}"  # the usual name of a ModuleList of all modules
-    missing = [name for name, one in modules.items() if one.state_dict() and not (folder / f"{name}{PARAMFILE_EXT}").exists()]
+    with_tensors = [name for name, module in modules.items() if module.state_dict()]
+    missing = [name for name in with_tensors if not (folder / f"{name}{PARAMFILE_EXT}").exists()]
     if missing and not whole.exists():
         raise CheckpointError(f"{folder}: expected a file {missing[0]}{PARAMFILE_EXT}, got none")
     described = folder / METAFNAME
@@ -115,29 +122,28 @@ def load_from(folder: Path, brain: Any) -> dict[str, Any]:
     if missing:
         _load_whole(whole, modules)
         modules = {}
-    for name, one in {**modules, **others}.items():
+    for name, recoverable in {**modules, **recoverables(brain), **optimizers}.items():
         if (path := folder / f"{name}{PARAMFILE_EXT}").exists():
-            load = _custom(brain, "custom_load_hooks", name) or get_default_hook(one, DEFAULT_LOAD_HOOKS)
             try:
-                load(one, path, is_whole_epoch)
+                _hook(brain, "load", name, recoverable)(recoverable, path, is_whole_epoch)
             except (KeyError, RuntimeError, ValueError) as error:
                 raise CheckpointError(f"{path}: expected the {name} of this Brain, got another: {error}") from error
-    counter = getattr(getattr(brain, "hparams", None), "epoch_counter", None)
-    found = {"model": brain.modules.state_dict(), "epoch": getattr(counter, "current", None), "batches": 0}
+    epoch = getattr(hparams_of(brain).get("epoch_counter"), "current", None)
+    contents = {"model": brain.modules.state_dict(), "epoch": epoch, "batches": 0}
     if not is_whole_epoch:
         position = folder / f"dataloader-TRAIN{PARAMFILE_EXT}"
         text = position.read_text(encoding="utf-8") if position.exists() else "None"
-        found |= {"batches": int(text), "step": int(text)} if text.isdigit() else {"batches": None}
+        contents |= {"batches": int(text), "step": int(text)} if text.isdigit() else {"batches": None}
     if (file := folder / f"brain{PARAMFILE_EXT}").exists():
         updates = re.search(r"optimizer_step: (\d+)", file.read_text(encoding="utf-8"))
-        found |= {} if updates is None else {"step": int(updates[1]) * brain.grad_accumulation_factor}
-    return found
+        contents |= {} if updates is None else {"step": int(updates[1]) * brain.grad_accumulation_factor}
+    return contents
 
 
 def _load_whole(path: Path, modules: Mapping[str, Any]) -> None:
-    """Load the file of a ModuleList with modules, in their order. Raises: CheckpointError."""
+    """Load the file of a ModuleList with modules, in their order."""
     state = torch.load(path, map_location="cpu", weights_only=True)
-    several = torch.nn.ModuleList([one for one in modules.values() if list(one.state_dict())])
+    several = torch.nn.ModuleList([module for module in modules.values() if module.state_dict()])
     if several.state_dict().keys() != state.keys():
         raise CheckpointError(f"{path}: expected the tensors of {', '.join(modules)}, in this order, got others")
     several.load_state_dict(state)

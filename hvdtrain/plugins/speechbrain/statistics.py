@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from io import BytesIO
 from pickle import PicklingError, UnpicklingError
 from typing import Any
 
@@ -15,6 +14,8 @@ from speechbrain.utils.Accuracy import AccuracyStats
 from speechbrain.utils.metric_stats import ErrorRateStats, MetricStats, MultiMetricStats, WeightedErrorRateStats
 
 import hvdtrain
+from hvdtrain.plugins.other_trainer.trainer import from_bytes, to_bytes
+from hvdtrain.plugins.speechbrain.states import hparams_of
 from hvdtrain.runtime import log
 
 Parts = dict[str, Any]
@@ -22,41 +23,39 @@ Parts = dict[str, Any]
 
 
 class Statistics:
-    """The statistics of a Brain in a stage: in its attributes and its hyperparameters, and in lists and dicts there."""
+    """The statistics of a Brain in a stage: in its attributes and its hyperparameters, and in lists and dicts there.
+
+    Attributes:
+        resumed: what `collected` returned, with which the next stage that begins goes on.
+    """
 
     def __init__(self) -> None:
-        self._begun: dict[int, Parts] = {}  # by statistic that was there before the stage, how much it had collected
-        self._resumed: list[dict[str, Parts]] = []  # what `collected` returned
-        self._earlier: list[Any] = []
+        self.resumed: list[dict[str, Parts]] = []
+        self._begun: dict[Any, Parts] = {}  # by statistic that was there before the stage, how much it had collected
         self._sums: dict[str, Any] = {}  # attributes that the hook at the beginning has set, and that may count batches
         self._has_warned = False
 
     @contextmanager
     def beginning(self, brain: Any) -> Iterator[None]:
         """Inside the `with` block, the Brain's hook at the beginning of a stage is called."""
-        earlier, before = dict(self._all(brain)), dict(vars(brain))
+        earlier = {statistic for _, statistic in self._all(brain)}
+        before = dict(vars(brain))
         yield
-        self._earlier = list(earlier.values())  # so that no later one has the id of one of these
-        known = set(map(id, self._earlier))
-        self._begun = {id(statistic): sizes_of(statistic) for _, statistic in self._all(brain) if id(statistic) in known}
+        self._begun = {statistic: sizes_of(statistic) for _, statistic in self._all(brain) if statistic in earlier}
         self._sums = {
             name: _copied(value)
             for name, value in vars(brain).items()
             if _may_be_sum(name, value) and value is not before.get(name)
         }
-        resumed, self._resumed = self._resumed, []
         for name, statistic in self._all(brain) if hvdtrain.rank() == 0 else ():
-            if several := [of_rank[name] for of_rank in resumed if name in of_rank]:
-                _merge(statistic, self._begun.get(id(statistic), {}), several)
+            if by_rank := [of_rank[name] for of_rank in self.resumed if name in of_rank]:
+                _merge(statistic, self._begun.get(statistic, {}), by_rank)
+        self.resumed = []
 
     def collected(self, brain: Any) -> list[dict[str, Parts]]:
         """Collective. What each rank has collected in this stage, by name."""
-        found = {name: new_parts(one, self._begun.get(id(one), {})) for name, one in sorted(self._all(brain))}
-        return hvdtrain.all_gather(found, name="speechbrain.statistics")
-
-    def resume(self, by_rank: list[dict[str, Parts]]) -> None:
-        """Let the next stage that begins go on with what `collected` returned."""
-        self._resumed = by_rank
+        parts = {name: new_parts(statistic, self._begun.get(statistic, {})) for name, statistic in sorted(self._all(brain))}
+        return hvdtrain.all_gather(parts, name="speechbrain.statistics")
 
     def gather(self, brain: Any) -> dict[str, float]:
         """Collective. Let each statistic have what all ranks collected; returns their summaries by name.
@@ -65,22 +64,20 @@ class Statistics:
         """
         self._warn_of_sums(brain)
         statistics = dict(self._all(brain))
-        begun = {name: self._begun.get(id(statistic), {}) for name, statistic in statistics.items()}
         by_rank = self.collected(brain)
         summaries: dict[str, float] = {}
         for name, statistic in statistics.items():
-            several = [of_rank[name] for of_rank in by_rank if name in of_rank]
-            if id(statistic) in self._begun and not any(any(entry.values()) for entry in several):
+            parts_by_rank = [of_rank[name] for of_rank in by_rank if name in of_rank]
+            if statistic in self._begun and not any(any(parts.values()) for parts in parts_by_rank):
                 continue
-            _merge(statistic, begun[name], several)
+            _merge(statistic, self._begun.get(statistic, {}), parts_by_rank)
             summaries |= _summary(name, statistic)
         return summaries
 
     def _all(self, brain: Any) -> list[tuple[str, Any]]:
         attributes = list(statistics_in(vars(brain)))
-        known = {id(statistic) for _, statistic in attributes}
-        further = statistics_in(vars(getattr(brain, "hparams", None) or Nothing()))
-        return [*attributes, *((name, statistic) for name, statistic in further if id(statistic) not in known)]
+        present = {statistic for _, statistic in attributes}
+        return attributes + [entry for entry in statistics_in(hparams_of(brain)) if entry[1] not in present]
 
     def _warn_of_sums(self, brain: Any) -> None:
         """Name what the class itself seems to add up, of which each rank has its own."""
@@ -92,10 +89,6 @@ class Statistics:
                 f"brain: on_stage_end gets {', '.join(sums)} of each rank's own batches (add up what is needed: "
                 f"self.{sums[0]} = hvdtrain.all_reduce(self.{sums[0]}))"
             )
-
-
-class Nothing:
-    """No hyperparameters."""
 
 
 KINDS = (MetricStats, MultiMetricStats, AccuracyStats)
@@ -119,8 +112,10 @@ def parts_of(statistic: Any) -> Parts:
     if isinstance(statistic, AccuracyStats):
         return {"correct": statistic.correct, "total": statistic.total}
     if isinstance(statistic, MultiMetricStats):
-        several = statistic.metrics.items()
-        return {"ids": statistic.ids} | {f"{key}/{name}": part for key, each in several for name, part in parts_of(each).items()}
+        parts: Parts = {"ids": statistic.ids}
+        for key, metric in statistic.metrics.items():
+            parts |= {f"{key}/{name}": part for name, part in parts_of(metric).items()}
+        return parts
     cleared = copy(statistic)
     cleared.clear()
     return {name: getattr(statistic, name) for name, value in vars(cleared).items() if isinstance(value, list) and not value}
@@ -135,10 +130,8 @@ def readable(by_rank: list[dict[str, Parts]]) -> list[dict[str, Parts]]:
     """Without the statistics that a checkpoint could not be read with."""
     left_out = set()
     for name, parts in [entry for of_rank in by_rank for entry in of_rank.items()]:
-        file = BytesIO()
         try:
-            torch.save(parts, file)
-            torch.load(BytesIO(file.getvalue()), weights_only=True)
+            from_bytes(to_bytes(parts))
         except (UnpicklingError, PicklingError, AttributeError, TypeError):
             left_out.add(name)
     return [{name: parts for name, parts in of_rank.items() if name not in left_out} for of_rank in by_rank]
@@ -163,19 +156,20 @@ def _begin(values: list[Any], before: int) -> int:
 
 def _merge(statistic: Any, before: Parts, by_rank: list[Parts]) -> None:
     """Let a statistic have what all ranks collected, sorted by the ids of its entries."""
-    present, merged = parts_of(statistic), {}
-    for name in {name: None for entry in by_rank for name in entry}:
-        new = [entry[name] for entry in by_rank if name in entry]
+    present = parts_of(statistic)
+    merged: Parts = {}
+    for name in dict.fromkeys(name for parts in by_rank for name in parts):
+        new = [parts[name] for parts in by_rank if name in parts]
         if isinstance(statistic, AccuracyStats):
             merged[name] = before.get(name, 0) + sum(new)
         else:
             part = present.get(name, [])
             merged[name] = [*part[: _begin(part, before.get(name, 0))], *(value for values in new for value in values)]
     ids = merged.get("ids", ())
-    order = sorted(range(len(ids)), key=lambda place: str(ids[place]))
+    order = sorted(range(len(ids)), key=lambda index: str(ids[index]))
     for name, part in merged.items():
         if isinstance(part, list) and len(part) == len(order):
-            part = [part[place] for place in order]
+            part = [part[index] for index in order]
         key, _, inner = name.rpartition("/")
         setattr(_metric(statistic, key) if key else statistic, inner, part)
 
@@ -184,15 +178,15 @@ def _metric(statistic: MultiMetricStats, key: str) -> MetricStats:
     """One of several metrics, which is made with the first batch."""
     if key not in statistic.metrics:
         statistic.metrics[key] = MetricStats(lambda scores: scores, batch_eval=True)
-    metric: MetricStats = statistic.metrics[key]
-    return metric
+    return statistic.metrics[key]
 
 
 def _summary(name: str, statistic: Any) -> dict[str, float]:
     if isinstance(statistic, AccuracyStats):
         return {name: statistic.summarize()} if statistic.total else {}
     if isinstance(statistic, MultiMetricStats):
-        return {score: mean for key, each in statistic.metrics.items() for score, mean in _summary(f"{name}_{key}", each).items()}
+        summaries = [_summary(f"{name}_{key}", metric) for key, metric in statistic.metrics.items()]
+        return {score: mean for summary in summaries for score, mean in summary.items()}
     if not statistic.ids or type(statistic) not in (ErrorRateStats, MetricStats):
         return {}
     return {name: float(statistic.summarize("error_rate" if type(statistic) is ErrorRateStats else "average"))}

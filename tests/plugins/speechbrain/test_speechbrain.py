@@ -56,8 +56,8 @@ class Recognizer(speechbrain.Brain):  # type: ignore[misc, name-defined]
 
     def compute_objectives(self, predictions: Any, batch: Any, stage: Any) -> torch.Tensor:
         (scores, lengths), (words, word_lengths) = predictions, batch.words
-        found = speechbrain.decoders.ctc_greedy_decode(scores, lengths, blank_id=0)
-        self.wer.append(batch.id, found, words, target_len=word_lengths)
+        decoded = speechbrain.decoders.ctc_greedy_decode(scores, lengths, blank_id=0)
+        self.wer.append(batch.id, decoded, words, target_len=word_lengths)
         return speechbrain.nnet.losses.ctc_loss(scores, words, lengths, word_lengths, blank_index=0)
 
     def on_stage_start(self, stage: Any, epoch: Any = None) -> None:
@@ -104,7 +104,7 @@ class Several(EachStep):
         self.optimizers_dict = {"first": self.first, "second": self.optimizer, "last": self.last}
 
     def freeze_optimizers(self, optimizers: Any) -> Any:
-        return {name: one for name, one in optimizers.items() if name != "last"}
+        return {name: optimizer for name, optimizer in optimizers.items() if name != "last"}
 
     def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
         self.metrics["of_frames"].summarize("average")
@@ -128,12 +128,12 @@ class SeveralAccumulating(Several):
 
 def sentences(size: int) -> Any:
     generator = torch.Generator().manual_seed(size)
-    made = {}
+    items = {}
     for number in range(size):
         words = torch.randint(1, 6, (3 + number % 4,), generator=generator)
         sound = torch.randn((3 * len(words), 6), generator=generator)
-        made[f"{number:02}"] = {"sig": sound, "words": words}
-    return speechbrain.dataio.dataset.DynamicItemDataset(made, output_keys=["id", "sig", "words"])
+        items[f"{number:02}"] = {"sig": sound, "words": words}
+    return speechbrain.dataio.dataset.DynamicItemDataset(items, output_keys=["id", "sig", "words"])
 
 
 def options(kind: type) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def options(kind: type) -> dict[str, Any]:
 def keys(folder: Path, kind: type = Recognizer, **more: Any) -> dict[str, Any]:
     file = folder / "hparams.yaml"
     file.write_text(HPARAMS)
-    given = {"class": kind, "hparams": file, "overrides": {"save": str(folder / "ours")}, "run_opts": options(kind), **more}
-    return {"brain": {"datasets": lambda hparams: (sentences(12), sentences(8)), **given}}
+    entries = {"class": kind, "hparams": file, "overrides": {"save": str(folder / "ours")}, "run_opts": options(kind), **more}
+    return {"brain": {"datasets": lambda hparams: (sentences(12), sentences(8)), **entries}}
 
 
 def fitted(folder: Path, kind: type) -> Any:
@@ -162,24 +162,24 @@ def fitted(folder: Path, kind: type) -> Any:
 @pytest.mark.parametrize("kind", [Recognizer, EachStep, Accumulating, Several, SeveralAccumulating])
 def test_the_weights_rates_and_statistics_are_those_of_fit(kind: type, tmp_path: Path) -> None:
     brain, start = fitted(tmp_path, kind)
-    made: list[Any] = []
+    brains: list[Any] = []
 
     class Keeps(kind):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
-            made.append(self)
+            brains.append(self)
 
     result = hvdtrain.train(keys(tmp_path, Keeps), model=str(tmp_path / "model"), num_threads=1)
-    found = state_of(result.model)
-    assert difference(found, state_of(brain.modules), start) < 1e-6
-    assert [str(entry) for entry in made[-1].seen] == [str(entry) for entry in brain.seen]
-    assert made[-1].optimizer.param_groups[0]["lr"] == brain.optimizer.param_groups[0]["lr"] != 0.05
+    weights = state_of(result.model)
+    assert difference(weights, state_of(brain.modules), start) < 1e-6
+    assert [str(entry) for entry in brains[-1].seen] == [str(entry) for entry in brain.seen]
+    assert brains[-1].optimizer.param_groups[0]["lr"] == brain.optimizer.param_groups[0]["lr"] != 0.05
     assert result.scores["dev_loss_wer"] == brain.seen[-1][2]
     for step in (3, 4):  # after the last batch of an epoch, and within the next one
         folder = tmp_path / str(step)
         folder.mkdir()
-        check_resume(lambda folder=folder: keys(folder, Keeps), folder, step, found)  # type: ignore[misc]
-        seen = made[-1].seen
+        check_resume(lambda folder=folder: keys(folder, Keeps), folder, step, weights)  # type: ignore[misc]
+        seen = brains[-1].seen
         assert [str(entry) for entry in seen] == [str(entry) for entry in brain.seen[-len(seen) :]]
 
 
@@ -193,14 +193,14 @@ def test_a_scheduler_goes_on_with_what_hooks_have_added_to_it(tmp_path: Path) ->
         def on_stage_end(self, stage: Any, stage_loss: float, epoch: Any = None) -> None:
             speechbrain.nnet.schedulers.update_learning_rate(self.optimizer, self.hparams.annealing(epoch)[1])
 
-    def given() -> dict[str, Any]:
-        found = keys(tmp_path, Cyclic)
+    def new_keys() -> dict[str, Any]:
+        config = keys(tmp_path, Cyclic)
         before = "NewBobScheduler\n    initial_value: !ref <lr>\n    improvement_threshold: 0.5"
         assert before in HPARAMS
-        found["brain"]["hparams"].write_text(HPARAMS.replace(before, "CyclicLRScheduler\n    step_size: 4"))
-        return found
+        config["brain"]["hparams"].write_text(HPARAMS.replace(before, "CyclicLRScheduler\n    step_size: 4"))
+        return config
 
-    check_resume(given, tmp_path, 3, train(given(), tmp_path / "model"))
+    check_resume(new_keys, tmp_path, 3, train(new_keys(), tmp_path / "model"))
 
 
 def test_the_epoch_counter_may_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,11 +211,11 @@ def test_the_epoch_counter_may_stop(tmp_path: Path, caplog: pytest.LogCaptureFix
             if stage == speechbrain.Stage.VALID:
                 self.hparams.epoch_counter.update_metric(-epoch)
 
-    given = keys(tmp_path, Stops)
+    config = keys(tmp_path, Stops)
     stopper = "EpochCounterWithStopper\n    limit_to_stop: 1\n    limit_warmup: 0\n    direction: max"
-    given["brain"]["hparams"].write_text(HPARAMS.replace("EpochCounter", stopper).replace("epochs: 2", "epochs: 5"))
-    assert len(hvdtrain.train(given, model=str(tmp_path / "model"), num_threads=1).history) == 2
-    hvdtrain.evaluate(given, checkpoint=2, model=str(tmp_path / "model"), num_threads=1)
+    config["brain"]["hparams"].write_text(HPARAMS.replace("EpochCounter", stopper).replace("epochs: 2", "epochs: 5"))
+    assert len(hvdtrain.train(config, model=str(tmp_path / "model"), num_threads=1).history) == 2
+    hvdtrain.evaluate(config, checkpoint=2, model=str(tmp_path / "model"), num_threads=1)
     assert "brain: on_evaluate_start of Stops is not called" in caplog.text
 
 
@@ -239,14 +239,14 @@ def test_a_checkpoint_of_theirs_is_continued_with_its_optimizer(tmp_path: Path) 
     brain.checkpointer.recover_if_possible(min_key="wer")
     [folder] = (tmp_path / "theirs").glob("CKPT+*")
     begun = state_of(brain.modules)
-    found = state_of(hvdtrain.load_model(tmp_path / "theirs", keys(tmp_path), model="none", num_threads=1))
-    assert all(torch.equal(found[name], begun[name]) for name in begun)
+    weights = state_of(hvdtrain.load_model(tmp_path / "theirs", keys(tmp_path), model="none", num_threads=1))
+    assert all(torch.equal(weights[name], begun[name]) for name in begun)
     loader = brain.hparams.train_dataloader_opts
     epochs = brain.hparams.epoch_counter
     epochs.limit = epochs.current + 2
     brain.fit(epochs, sentences(12), sentences(8), False, {**loader, "shuffle": False}, loader)
-    found = train(keys(tmp_path), tmp_path / "model", load=str(folder), num_epochs=epochs.limit)
-    assert difference(found, state_of(brain.modules), begun) < 1e-6
+    weights = train(keys(tmp_path), tmp_path / "model", load=str(folder), num_epochs=epochs.limit)
+    assert difference(weights, state_of(brain.modules), begun) < 1e-6
     (folder / "encoder.ckpt").unlink()
     with pytest.raises(hvdtrain.HvdtrainError, match="expected a file encoder.ckpt, got none"):
         train(keys(tmp_path), tmp_path / "other", load=str(folder))
@@ -261,13 +261,13 @@ def test_a_checkpoint_from_within_an_epoch_is_continued(tmp_path: Path) -> None:
     )
     start = state_of(brain.modules)
     brain.fit(hparams["epoch_counter"], sentences(12), sentences(8), False, {**hparams["train_dataloader_opts"]})
-    given = keys(tmp_path, EachStep)
-    given["brain"]["hparams"].write_text(shuffled)
-    assert difference(train(given, tmp_path / "whole"), state_of(brain.modules), start) < 1e-6
-    found = train(given, tmp_path / "model", load=str(tmp_path / "theirs"))
-    assert difference(found, state_of(brain.modules), start) < 1e-6
+    config = keys(tmp_path, EachStep)
+    config["brain"]["hparams"].write_text(shuffled)
+    assert difference(train(config, tmp_path / "whole"), state_of(brain.modules), start) < 1e-6
+    weights = train(config, tmp_path / "model", load=str(tmp_path / "theirs"))
+    assert difference(weights, state_of(brain.modules), start) < 1e-6
     with pytest.raises(hvdtrain.HvdtrainError, match="expected a checkpoint from the end of an epoch, .* after 2 batches"):
-        train(given, tmp_path / "other", load=str(tmp_path / "theirs"), max_seqs=3)
+        train(config, tmp_path / "other", load=str(tmp_path / "theirs"), max_seqs=3)
 
 
 def test_a_module_with_a_state_of_its_own_is_resumed(tmp_path: Path) -> None:
@@ -276,15 +276,15 @@ def test_a_module_with_a_state_of_its_own_is_resumed(tmp_path: Path) -> None:
             sound, lengths = batch.sig
             return self.modules.encoder(self.modules.normalize(sound, lengths)).log_softmax(-1), lengths
 
-    def given() -> dict[str, Any]:
-        found = keys(tmp_path, Normalized)
+    def new_keys() -> dict[str, Any]:
+        config = keys(tmp_path, Normalized)
         normalize = "    normalize: !new:speechbrain.processing.features.InputNormalization\n        norm_type: global\n"
-        found["brain"]["hparams"].write_text(HPARAMS.replace("modules:\n", "modules:\n" + normalize))
-        return found
+        config["brain"]["hparams"].write_text(HPARAMS.replace("modules:\n", "modules:\n" + normalize))
+        return config
 
-    check_resume(given, tmp_path, 4, train(given(), tmp_path / "model"))
+    check_resume(new_keys, tmp_path, 4, train(new_keys(), tmp_path / "model"))
     with pytest.raises(ConfigError, match="expected modules whose state is in the model's file, got normalize"):
-        hvdtrain.evaluate(given(), checkpoint=2, model=str(tmp_path / "model"), num_threads=1)
+        hvdtrain.evaluate(new_keys(), checkpoint=2, model=str(tmp_path / "model"), num_threads=1)
 
 
 def test_batches_of_a_sampler_are_those_of_fit(tmp_path: Path) -> None:
@@ -308,12 +308,12 @@ def test_batches_of_a_sampler_are_those_of_fit(tmp_path: Path) -> None:
         *(sentences(12), sentences(8), False),
         *({"batch_sampler": train_batches}, {"batch_sampler": valid_batches}),
     )
-    given = keys(
+    config = keys(
         tmp_path, Several, datasets=lambda _: (sentences(12), sentences(8), {"clean": sentences(2)}, *samplers("random"))
     )
-    found = train(given, tmp_path / "model")
-    assert difference(found, state_of(brain.modules), start) < 1e-6
-    check_resume(lambda: given, tmp_path, 3, found)
+    weights = train(config, tmp_path / "model")
+    assert difference(weights, state_of(brain.modules), start) < 1e-6
+    check_resume(lambda: config, tmp_path, 3, weights)
 
 
 def renamed() -> dict[str, Any]:
@@ -325,7 +325,7 @@ class OwnLoop(Recognizer):
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("entries", "expected"),
     [
         ({"class": OwnLoop}, "expected a Brain with SpeechBrain's own fit_batch, got that of OwnLoop"),
         ({"run_opts": {"jit": True, "device": "cpu"}}, "expected the key torch_compile, got jit = True"),
@@ -335,9 +335,9 @@ class OwnLoop(Recognizer):
         ({"datasets": lambda hparams: {"validation": sentences(2)}}, "expected train, valid, test, got 'validation'"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(given: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_what_has_no_counterpart_is_refused(entries: dict[str, Any], expected: str, tmp_path: Path) -> None:
     with pytest.raises(hvdtrain.HvdtrainError, match=expected):
-        train(keys(tmp_path, **given) if "class" not in given else keys(tmp_path, given["class"]), tmp_path / "model")
+        train(keys(tmp_path, **entries) if "class" not in entries else keys(tmp_path, entries["class"]), tmp_path / "model")
 
 
 def test_evaluations_within_an_epoch_are_refused(tmp_path: Path) -> None:

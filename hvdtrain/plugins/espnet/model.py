@@ -25,22 +25,18 @@ PADDED_WITH_0 = ("tts", "tts2", "gan_tts", "svs", "gan_svs", "enh", "gan_codec")
 
 
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that follow from `espnet_model`.
-
-    Raises:
-        ConfigError: its value is none of what it may be.
-    """
-    given = values[KEY]
-    given = dict(given) if isinstance(given, Mapping) else {"model": given}
-    unknown = sorted(given.keys() - {"model", "inputs", "int_pad_value"})
-    make = as_function(given.get("model"), f"{KEY}.model")
+    """The keys that follow from `espnet_model`. Raises: ConfigError."""
+    value = values[KEY]
+    entries = dict(value) if isinstance(value, Mapping) else {"model": value}
+    unknown = sorted(entries.keys() - {"model", "inputs", "int_pad_value"})
+    make = as_function(entries.get("model"), f"{KEY}.model")
     if unknown or make is None:
         raise ConfigError.of(
             "wrong-type",
             f"{KEY}: expected a function that makes the model, or a dict with it as 'model', with 'inputs' and 'int_pad_value', "
-            f"got {unknown or given}",
+            f"got {unknown or entries}",
         )
-    return EspnetModel(make, given.get("inputs") or {}, given.get("int_pad_value")).keys()
+    return EspnetModel(make, entries.get("inputs") or {}, entries.get("int_pad_value")).keys()
 
 
 class EspnetModel(OtherTrainer):
@@ -48,15 +44,15 @@ class EspnetModel(OtherTrainer):
 
     Args:
         make: returns it.
-        named: by the name of an input of the model's forward, its data key.
+        inputs: by the name of an input of the model's forward, its data key.
         int_pad_value: what integers are padded with; None: the number of the model's task.
     """
 
-    def __init__(self, make: Callable[[], Any], named: Mapping[str, str], int_pad_value: int | None) -> None:
+    def __init__(self, make: Callable[[], Any], inputs: Mapping[str, str], int_pad_value: int | None) -> None:
         self._make = make
-        self._named = dict(named)
+        self._inputs = dict(inputs)
         self._int_pad_value = int_pad_value
-        self._inputs: dict[Any, dict[str, str]] = {}
+        self._inputs_of_model: dict[Any, dict[str, str]] = {}
         self._without_lengths: list[str] = []
         self._takes_tags = False
 
@@ -66,7 +62,7 @@ class EspnetModel(OtherTrainer):
     def train(self, batch: Mapping[str, Any]) -> None:
         """The loss and the statistics of a batch, each a mean with the batch's weight. Raises: ConfigError."""
         context = hvdtrain.get_run_ctx()
-        result = self.model(**self._batch(self.model, self.model.forward, batch))
+        result = self.model(**self._batch(self.model, batch))
         if isinstance(result, Mapping):
             if result.get("optim_idx") is not None:
                 raise ConfigError.of(
@@ -91,31 +87,31 @@ class EspnetModel(OtherTrainer):
 
     def forward_step(self, *, model: Any, extern_data: Mapping[str, Any], **_: Any) -> None:
         """The features of a batch, by the model's `collect_feats`. Raises: ConfigError, if there are none."""
-        found = dict(model.collect_feats(**self._batch(model, model.forward, extern_data)))
-        names = [name for name in found if not name.endswith("_lengths")]
+        features = dict(model.collect_feats(**self._batch(model, extern_data)))
+        names = [name for name in features if not name.endswith("_lengths")]
         if not names:
             raise ConfigError.of("wrong-result", f"{KEY}: expected features from collect_feats, got none")
         for name in names:
-            lengths = found.get(f"{name}_lengths")
-            shown = "output" if name == names[0] else name
-            hvdtrain.get_run_ctx().mark_as_output(found[name], shown, seq_lens=None if lengths is None else lengths.cpu())
+            lengths = features.get(f"{name}_lengths")
+            output = "output" if name == names[0] else name
+            hvdtrain.get_run_ctx().mark_as_output(features[name], output, seq_lens=None if lengths is None else lengths.cpu())
 
-    def _batch(self, model: Any, forward: Callable[..., Any], extern_data: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of forward."""
-        if model not in self._inputs:
-            self._inputs[model] = self._inputs_of(forward, list(extern_data))
+    def _batch(self, model: Any, extern_data: Mapping[str, Any]) -> dict[str, Any]:
+        if model not in self._inputs_of_model:
+            self._inputs_of_model[model] = self._find_inputs(model.forward, list(extern_data))
         batch: dict[str, Any] = {}
         padding = self._padding(model)
-        for name, key in self._inputs[model].items():
-            values, one = extern_data[key].raw_tensor, extern_data[key]
+        for name, key in self._inputs_of_model[model].items():
+            tensor = extern_data[key]
+            values = tensor.raw_tensor
             if values.is_floating_point():
                 values = values.squeeze(-1) if values.ndim == 3 and values.shape[-1] == 1 else values
             else:
-                mask = one.mask.reshape(*one.mask.shape, *[1] * (values.ndim - 2))
+                mask = tensor.mask.reshape(*tensor.mask.shape, *[1] * (values.ndim - 2))
                 values = values.long().masked_fill(~mask, padding)
             batch[name] = values
             if name not in self._without_lengths:
-                lengths = one.seq_lens if one.device_seq_lens is None else one.device_seq_lens
+                lengths = tensor.seq_lens if tensor.device_seq_lens is None else tensor.device_seq_lens
                 batch[f"{name}_lengths"] = lengths.long()
         if self._takes_tags:
             batch["utt_id"] = hvdtrain.get_run_ctx().seq_tags()  # type: ignore[misc]
@@ -125,26 +121,25 @@ class EspnetModel(OtherTrainer):
         if self._int_pad_value is not None:
             return self._int_pad_value
         usual = 0 if {*type(model).__module__.split(".")} & {*PADDED_WITH_0} else INT_PADDING
-        joined = [each.ignore_id for each in (model, *model.children()) if hasattr(each, "ignore_id")]  # as of EnhS2T
-        return int([*joined, usual][0])
+        of_parts = [module.ignore_id for module in (model, *model.children()) if hasattr(module, "ignore_id")]  # as of EnhS2T
+        return int([*of_parts, usual][0])
 
-    def _inputs_of(self, forward: Callable[..., Any], keys: list[str]) -> dict[str, str]:
+    def _find_inputs(self, forward: Callable[..., Any], keys: list[str]) -> dict[str, str]:
         """By the name of an input, its data key: those with lengths, and whatever else is in the data under a name of
         forward's, or under any if it has **kwargs, as in ESPnet. Raises: ConfigError, if an input has none.
         """
         parameters = inspect.signature(forward).parameters
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         wanted = [name for name in parameters if f"{name}_lengths" in parameters]
-        found = {name: self._named.get(name, name) for name in wanted} | self._named
-        missing = [name for name in found if found[name] not in keys]
-        left = [key for key in POSITIONS if key in keys and key not in found.values()]
-        for name, key in zip([one for one in missing if one not in self._named], left, strict=False):
-            found[name] = key
-        others = [key for key in keys if key not in found.values() and key not in POSITIONS]
-        found |= {key: key for key in others if takes_any or key in parameters}
-        still = [name for name in found if found[name] not in keys]
-        needed = [name for name in still if name in self._named or parameters[name].default is inspect.Parameter.empty]
-        unused = [key for key in keys if key not in found.values()]
+        inputs = {name: name for name in wanted} | self._inputs
+        unnamed = [name for name in inputs if inputs[name] not in keys and name not in self._inputs]
+        positions = [key for key in POSITIONS if key in keys and key not in inputs.values()]
+        inputs |= dict(zip(unnamed, positions, strict=False))
+        others = [key for key in keys if key not in inputs.values() and key not in POSITIONS]
+        inputs |= {key: key for key in others if takes_any or key in parameters}
+        absent = [name for name in inputs if inputs[name] not in keys]
+        needed = [name for name in absent if name in self._inputs or parameters[name].default is inspect.Parameter.empty]
+        unused = [key for key in keys if key not in inputs.values()]
         if needed or (unused and not wanted):
             raise ConfigError.of(
                 "wrong-result",
@@ -158,4 +153,4 @@ class EspnetModel(OtherTrainer):
             )
         self._takes_tags = takes_any or "utt_id" in parameters
         self._without_lengths = [name for name in parameters if f"{name}_lengths" not in parameters]
-        return {name: key for name, key in found.items() if name not in still}
+        return {name: key for name, key in inputs.items() if name not in absent}

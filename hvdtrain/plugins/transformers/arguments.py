@@ -38,38 +38,34 @@ UPDATES_BETWEEN = 1e-6
 
 
 class Arguments:
-    """The arguments by name: those of a dict or of an object of the class, or their defaults.
-
-    Args:
-        given: a dict, a TrainingArguments or a Seq2SeqTrainingArguments; None: all defaults.
+    """The arguments by name: those of a dict, a TrainingArguments or a Seq2SeqTrainingArguments, or else their defaults.
 
     Raises:
         ConfigError: with an argument that is unknown, or whose value hvdtrain cannot serve.
     """
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, value: Any) -> None:
         from transformers import Seq2SeqTrainingArguments
 
-        defaults = {one.name: default_of(one) for one in fields(Seq2SeqTrainingArguments)}
-        if isinstance(given, Mapping):
-            self._given = dict(given)
-        elif given is None:
-            self._given = {}
-        elif is_dataclass(given) and not isinstance(given, type):
-            kind: Any = type(given)
-            usual = kind(output_dir=getattr(given, "output_dir", None))  # which fills in some values
-            values = {one.name: getattr(given, one.name) for one in fields(given)}
-            self._given = {name: value for name, value in values.items() if name == "output_dir" or value != getattr(usual, name)}
+        defaults = {argument.name: default_of(argument) for argument in fields(Seq2SeqTrainingArguments)}
+        if value is None or isinstance(value, Mapping):
+            changed = dict(value or {})
+        elif is_dataclass(value) and not isinstance(value, type):
+            kind: Any = type(value)
+            usual = kind(output_dir=getattr(value, "output_dir", None))  # which fills in some values
+            names = [argument.name for argument in fields(value)]
+            names = [name for name in names if name == "output_dir" or getattr(value, name) != getattr(usual, name)]
+            changed = {name: getattr(value, name) for name in names}
         else:
-            raise ConfigError.of("wrong-type", f"{KEY}.args: expected a TrainingArguments, or a dict of them, got {given!r}")
-        self._values = defaults | self._given
+            raise ConfigError.of("wrong-type", f"{KEY}.args: expected a TrainingArguments, or a dict of them, got {value!r}")
+        self._values = defaults | changed
         served = SERVED | WITHOUT_EFFECT  # some of them in other releases of transformers only, such as warmup_ratio
-        unknown = sorted(self._given.keys() - defaults.keys() - served)
-        for name in [*unknown, *(one for one in defaults if one not in served)]:
-            if name in unknown or plain(self._given.get(name, defaults[name])) not in (plain(defaults[name]), *UNSET):
+        unknown = sorted(changed.keys() - defaults.keys() - served)
+        for name in [*unknown, *(name for name in defaults if name not in served)]:
+            if name in unknown or plain(self._values[name]) not in (plain(defaults[name]), *UNSET):
                 raise ConfigError.of(
                     "unknown-value",
-                    f"{KEY}.args: expected arguments that hvdtrain serves, got {name} = {self._given[name]!r} "
+                    f"{KEY}.args: expected arguments that hvdtrain serves, got {name} = {changed[name]!r} "
                     "(docs/transformers.md has a table)",
                 )
 
@@ -78,24 +74,19 @@ class Arguments:
 
     @cached_property
     def keys(self) -> dict[str, Any]:
-        """Our keys. Raises: ConfigError."""
-        found: dict[str, Any] = {}
-        for convert in CONVERSIONS:
-            found |= convert(self)
-        return found
+        return _lengths(self) | _optimizer(self) | _precision(self) | _saving(self)
 
 
 UNSET: tuple[Any, ...] = (None, False, "", [], {}, "none")
 
 
-def default_of(one: Field[Any]) -> Any:
-    if one.default is not MISSING:
-        return one.default
-    return one.default_factory() if one.default_factory is not MISSING else None
+def default_of(argument: Field[Any]) -> Any:
+    if argument.default is not MISSING:
+        return argument.default
+    return argument.default_factory() if argument.default_factory is not MISSING else None
 
 
 def plain(value: Any) -> Any:
-    """The value of an enum, or a value as it is."""
     return value.value if isinstance(value, Enum) else value
 
 
@@ -104,7 +95,7 @@ def refuse(name: str, expected: str, got: Any) -> ConfigError:
 
 
 def _lengths(args: Arguments) -> dict[str, Any]:
-    found = {
+    keys = {
         "num_epochs": max(1, math.ceil(args.num_train_epochs)),
         "max_seqs": args.per_device_train_batch_size,
         "max_seqs_dev": args.per_device_eval_batch_size,
@@ -113,11 +104,11 @@ def _lengths(args: Arguments) -> dict[str, Any]:
     }
     if args.dataloader_drop_last:
         raise refuse("dataloader_drop_last", "False (each item is trained exactly once in an epoch)", True)
-    return found | ({"deterministic": True} if args.full_determinism else {})
+    return keys | ({"deterministic": True} if args.full_determinism else {})
 
 
 def _optimizer(args: Arguments) -> dict[str, Any]:
-    options = dict(part.split("=") for part in args.optim_args.replace(" ", "").split(",")) if args.optim_args else {}
+    options = dict(option.split("=") for option in args.optim_args.replace(" ", "").split(",")) if args.optim_args else {}
     adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     kinds: dict[str, dict[str, Any]] = {
         "adamw_torch": {"class": "adamw", **adam},
@@ -140,10 +131,11 @@ def decayed_and_others(*, model: Any, optimizer_opts: Mapping[str, Any], **_: An
     from transformers.trainer_pt_utils import get_parameter_names
 
     decayed = set(get_parameter_names(model, [LayerNorm], list(LAYERS_WITHOUT_DECAY)))
-    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    weight_decay = optimizer_opts.get("weight_decay", 0.0)
     groups = [
-        {"params": [one for name, one in trained if name in decayed], "weight_decay": optimizer_opts.get("weight_decay", 0.0)},
-        {"params": [one for name, one in trained if name not in decayed], "weight_decay": 0.0},
+        {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": weight_decay},
+        {"params": [parameter for name, parameter in trained if name not in decayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -151,37 +143,36 @@ def decayed_and_others(*, model: Any, optimizer_opts: Mapping[str, Any], **_: An
 def _precision(args: Arguments) -> dict[str, Any]:
     if args.bf16 and args.fp16:
         raise refuse("fp16", "either it or bf16", True)
-    found: dict[str, Any] = {"mixed_precision": "bfloat16"} if args.bf16 else {"mixed_precision": "float16"} if args.fp16 else {}
+    keys: dict[str, Any] = {"mixed_precision": "bfloat16"} if args.bf16 else {"mixed_precision": "float16"} if args.fp16 else {}
     if args.torch_compile or args.torch_compile_backend or args.torch_compile_mode:
         options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        found["torch_compile"] = {name: value for name, value in options.items() if value is not None} or True
-    return found
+        keys["torch_compile"] = {name: value for name, value in options.items() if value is not None} or True
+    return keys
 
 
 def _saving(args: Arguments) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     if args.eval_strategy == "steps":
-        found["eval_interval_steps"] = whole("eval_steps", args.eval_steps or args.logging_steps)
+        keys["eval_interval_steps"] = whole("eval_steps", args.eval_steps or args.logging_steps)
     if args.save_strategy == "steps":
-        found["save_interval_steps"] = whole("save_steps", args.save_steps)
+        keys["save_interval_steps"] = whole("save_steps", args.save_steps)
     if args.save_total_limit is not None:
-        found["cleanup_old_models"] = {"keep_last_n": args.save_total_limit, "keep_best_n": 1, "keep": []}
+        keys["cleanup_old_models"] = {"keep_last_n": args.save_total_limit, "keep_best_n": 1, "keep": []}
     if (metric := args.metric_for_best_model) is not None:
         name = metric.removeprefix("eval_")
-        found["early_stopping_measure"] = f"dev_loss_{name}"
+        keys["early_stopping_measure"] = f"dev_loss_{name}"
         better = not metric.endswith("loss") if args.greater_is_better is None else args.greater_is_better  # as the class has it
-        found["higher_is_better"] = [name] if better else []
+        keys["higher_is_better"] = [name] if better else []
     trackers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
-    wanted = [name for name in trackers if name != "none"]
-    if unknown := [name for name in wanted if name not in ("tensorboard", "wandb", "mlflow")]:
+    if unknown := [name for name in trackers if name not in ("tensorboard", "wandb", "mlflow", "none")]:
         raise refuse("report_to", "tensorboard, wandb or mlflow (or the key trackers)", unknown[0])
-    if "tensorboard" in wanted:
-        found["use_tensorboard"] = True
-    if services := [name for name in wanted if name != "tensorboard"]:
-        found["trackers"] = services
+    if "tensorboard" in trackers:
+        keys["use_tensorboard"] = True
+    if services := [name for name in trackers if name not in ("tensorboard", "none")]:
+        keys["trackers"] = services
     if args.output_dir is not None:
-        found["model"] = f"{args.output_dir}/model"
-    return found
+        keys["model"] = f"{args.output_dir}/model"
+    return keys
 
 
 def whole(name: str, steps: float) -> int:
@@ -189,8 +180,6 @@ def whole(name: str, steps: float) -> int:
         raise refuse(name, "a number of steps", steps)
     return int(steps)
 
-
-CONVERSIONS: tuple[Callable[[Arguments], dict[str, Any]], ...] = (_lengths, _optimizer, _precision, _saving)
 
 SERVED = frozenset(
     {
@@ -209,7 +198,6 @@ SERVED = frozenset(
 
 
 def items_in_update(keys: Mapping[str, Any], size: int) -> int:
-    """The number of items in an update of `size` ranks together, with these keys."""
     in_batch = int(keys["max_seqs_total"]) if "max_seqs_total" in keys else int(keys["max_seqs"]) * size
     return in_batch * int(keys["accum_grad_multiple_step"])
 
@@ -221,19 +209,19 @@ class Extent:
         keys: those of the config, and those that follow from the arguments.
         num_items: of the training data.
         size: the number of ranks.
-        is_given: whether the config says how many epochs there are.
+        has_num_epochs: whether the config says how many epochs there are.
     """
 
-    def __init__(self, args: Arguments, keys: Mapping[str, Any], num_items: int, size: int, is_given: bool) -> None:
-        self.num_items, self._accumulated = num_items, int(keys["accum_grad_multiple_step"])
+    def __init__(self, args: Arguments, keys: Mapping[str, Any], num_items: int, size: int, has_num_epochs: bool) -> None:
+        self.num_items = num_items
+        self._accumulated = int(keys["accum_grad_multiple_step"])
         self.in_update = items_in_update(keys, size)
         self.of_epoch = math.ceil(num_items / self.in_update)
-        epochs = keys["num_epochs"] if is_given else args.num_train_epochs
-        self.updates = int(args.max_steps) if args.max_steps > 0 and not is_given else math.ceil(epochs * self.of_epoch)
+        epochs = keys["num_epochs"] if has_num_epochs else args.num_train_epochs
+        self.updates = int(args.max_steps) if args.max_steps > 0 and not has_num_epochs else math.ceil(epochs * self.of_epoch)
 
     @property
-    def keys(self) -> dict[str, Any]:
-        """Those of the training data."""
+    def keys_of_train(self) -> dict[str, Any]:
         return {"max_batches": self._batches} if self.updates % self.of_epoch else {}
 
     @property
@@ -241,15 +229,15 @@ class Extent:
         return math.ceil(self.updates / self.of_epoch)
 
     def items_in(self, epoch: int) -> int:
-        return min(self.num_items, self._left(epoch) * self.in_update)
+        return min(self.num_items, self._updates_from(epoch) * self.in_update)
 
-    def _left(self, epoch: int) -> int:
-        """The number of updates from an epoch on."""
+    def _updates_from(self, epoch: int) -> int:
         return max(1, self.updates - (epoch - 1) * self.of_epoch)
 
     def _batches(self, *, epoch: int, **_: Any) -> int | None:
         """Those of a rank in an epoch; None: all."""
-        return None if self._left(epoch) >= self.of_epoch else self._left(epoch) * self._accumulated
+        updates = self._updates_from(epoch)
+        return None if updates >= self.of_epoch else updates * self._accumulated
 
 
 def rates(args: Arguments, extent: Extent) -> Callable[..., float]:
@@ -270,11 +258,7 @@ def rates(args: Arguments, extent: Extent) -> Callable[..., float]:
 
 
 def _factor(args: Arguments, total: int, learning_rate: float) -> Callable[[int], float]:
-    """The factor on the rate by update; schedules with rates of their own, such as min_lr, depend on it.
-
-    Raises:
-        ConfigError: the schedule is more than such a function.
-    """
+    """The factor on the rate by update; schedules with rates of their own, such as min_lr, depend on it. Raises: ConfigError."""
     import torch
     from transformers import get_scheduler
 

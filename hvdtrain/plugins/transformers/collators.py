@@ -13,17 +13,14 @@ from hvdtrain.plugins.transformers.arguments import IGNORED
 
 
 class Collate:
-    """The collator, for items without the columns that the model does not take.
-
-    Args:
-        columns: returns those that are kept; None: all are.
-    """
+    """The collator, for items without the columns that the model does not take. `columns`: those that it takes; None: all."""
 
     def __init__(self, collator: Any, columns: Callable[[], set[str]] | None) -> None:
         if getattr(collator, "seed", None) is not None and hasattr(collator, "create_rng"):
             collator = copy(collator)
             collator.seed = None  # its own generator would begin anew after a resume
-        self._collator, self._find_columns = collator, columns
+        self._collator = collator
+        self._find_columns = columns
         self._columns: set[str] | None = None
 
     def __call__(self, items: list[Any]) -> Any:
@@ -42,12 +39,12 @@ class Collate:
     @property
     def _masks_each_item(self) -> bool:
         """Whether what the collator does to an item does not depend on the others, but for padding."""
-        kind, usual = type(self._collator), DataCollatorForLanguageModeling
+        kind = type(self._collator)
+        usual = DataCollatorForLanguageModeling
         is_usual = isinstance(self._collator, usual) and (kind.__call__, kind.torch_call) == (usual.__call__, usual.torch_call)
         return is_usual and self._collator.mlm and self._collator.tokenizer.pad_token_id is not None
 
     def pad(self, items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """A batch of `Masked` items."""
         tokenizer = self._collator.tokenizer
         padding = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id, "labels": IGNORED}
         is_left = tokenizer.padding_side == "left"
@@ -67,7 +64,8 @@ class Masked:
     """Items that are masked when they are read: the masks depend on the seed, the epoch and the item, on any number of ranks."""
 
     def __init__(self, items: Any, collate: Collate) -> None:
-        self._items, self._collate = items, collate
+        self._items = items
+        self._collate = collate
         self.lengths = getattr(items, "lengths", None)
 
     def __len__(self) -> int:

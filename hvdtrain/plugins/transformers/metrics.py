@@ -16,15 +16,11 @@ from hvdtrain.plugins.transformers.arguments import IGNORED
 
 
 class Metrics:
-    """An entry of `epoch_scores`.
-
-    Args:
-        compute: the function compute_metrics.
-        preprocess: the function preprocess_logits_for_metrics; None: there is none.
-    """
+    """An entry of `epoch_scores`, of the functions `compute_metrics` and `preprocess_logits_for_metrics`."""
 
     def __init__(self, compute: Callable[[EvalPrediction], Mapping[str, float]], preprocess: Callable[..., Any] | None) -> None:
-        self._compute, self._preprocess = compute, preprocess
+        self._compute = compute
+        self._preprocess = preprocess
         self._batches: list[tuple[Any, Any]] = []
 
     def add(self, outputs: Any, labels: Any, config: Any) -> None:
@@ -44,23 +40,21 @@ class Metrics:
         """Collective. The metrics of what all ranks have kept, of which rank 0 computes them."""
         by_rank = hvdtrain.all_gather(self._batches, name="compute_metrics")
         self._batches = []
-        batches = [one for several in zip_longest(*by_rank) for one in several if one is not None]
+        batches = [batch for of_step in zip_longest(*by_rank) for batch in of_step if batch is not None]
         if dataset == "train" or not batches:
             return {}
 
         def compute() -> dict[str, float]:
-            predictions, labels = zip(*batches, strict=True)
-            predictions, labels = (reduce(_joined, several) for several in (predictions, labels))
-            found = self._compute(EvalPrediction(predictions, labels))
-            if not isinstance(found, Mapping):
-                raise ConfigError.of("wrong-result", f"compute_metrics: expected a dict of numbers, got {found!r:.60}")
-            return {name: number(name, value) for name, value in found.items()}
+            predictions, labels = (reduce(_joined, values) for values in zip(*batches, strict=True))
+            metrics = self._compute(EvalPrediction(predictions, labels))
+            if not isinstance(metrics, Mapping):
+                raise ConfigError.of("wrong-result", f"compute_metrics: expected a dict of numbers, got {metrics!r:.60}")
+            return {name: number(name, value) for name, value in metrics.items()}
 
         return hvdtrain.run_on_main(compute)
 
 
 def number(name: str, value: Any) -> float:
-    """A metric as a number. Raises: ConfigError."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -69,11 +63,10 @@ def number(name: str, value: Any) -> float:
         ) from None
 
 
-def _joined(one: Any, other: Any) -> Any:
-    return nested_concat(one, other, padding_index=IGNORED)
+def _joined(values: Any, more: Any) -> Any:
+    return nested_concat(values, more, padding_index=IGNORED)
 
 
 def labels_of(batch: Mapping[str, Any], names: list[str]) -> Any:
-    """The labels of a batch: a tensor, or a tuple of several."""
-    found = tuple(batch[name] for name in names)
-    return found[0] if len(found) == 1 else found
+    labels = tuple(batch[name] for name in names)
+    return labels[0] if len(labels) == 1 else labels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,48 +46,51 @@ USUAL_LENGTH = 20
 
 def keys_of(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that follow from `transformers_trainer`. Raises: ConfigError."""
-    given = {name: value for name, value in values[KEY].items() if value is not None}
-    for name in given:
+    arguments = {name: value for name, value in values[KEY].items() if value is not None}
+    for name in arguments:
         if name in REFUSED:
             raise ConfigError.of("unknown-key", f"{KEY}: expected {REFUSED[name]}, got {name}")
         if name not in SERVED:
             raise ConfigError.of(
                 "unknown-key", f"{KEY}: expected arguments of a Trainer, got {name!r}{did_you_mean(name, SERVED)}"
             )
-    args = Arguments(given.get("args"))
-    model, processing = ModelOnce(given, args), given.get("processing_class")
+    args = Arguments(arguments.get("args"))
+    maker = ModelMaker(arguments, args)
+    processing = arguments.get("processing_class")
     pads = hasattr(processing, "pad")
-    collator = given.get("data_collator") or (DataCollatorWithPadding(processing) if pads else default_data_collator)
-    collate = Collate(collator, partial(model.columns, args.label_names) if args.remove_unused_columns else None)
-    metrics = (
-        Metrics(given["compute_metrics"], given.get("preprocess_logits_for_metrics")) if "compute_metrics" in given else None
-    )
-    step = TrainStep(model.get, args, given.get("compute_loss_func"), metrics, processing)
-    found = args.keys | step.keys()
-    found |= {} if metrics is None else {"epoch_scores": {"compute_metrics": metrics}}
-    train, dev, size = given.get("train_dataset"), given.get("eval_dataset"), hvdtrain.size()
+    collator = arguments.get("data_collator") or (DataCollatorWithPadding(processing) if pads else default_data_collator)
+    collate = Collate(collator, partial(maker.columns, args.label_names) if args.remove_unused_columns else None)
+    metrics = None
+    if "compute_metrics" in arguments:
+        metrics = Metrics(arguments["compute_metrics"], arguments.get("preprocess_logits_for_metrics"))
+    followed = args.keys | TrainStep(maker, args, arguments, metrics).keys()
+    if metrics is not None:
+        followed["epoch_scores"] = {"compute_metrics": metrics}
+    train = arguments.get("train_dataset")
+    dev = arguments.get("eval_dataset")
+    size = hvdtrain.size()
     keys = {**args.keys, **{name: value for name, value in values.items() if value is not None}}
     if train is not None:
         if not hasattr(train, "__len__"):
             raise ConfigError.of("wrong-type", f"{KEY}.train_dataset: expected one with a length, got a {type(train).__name__}")
         extent = Extent(args, keys, len(train), size, values.get("num_epochs") is not None)
-        found["train"] = {**collate.dataset(train), **extent.keys, "seq_ordering": _order(args, keys, train, processing, size)}
-        found["num_epochs"] = extent.num_epochs
+        order = _order(args, keys, train, processing, size)
+        followed["train"] = {**collate.dataset(train), **extent.keys_of_train, "seq_ordering": order}
+        followed["num_epochs"] = extent.num_epochs
         if values.get("learning_rate_schedule") is None:
-            found["dynamic_learning_rate"] = rates(args, extent)
+            followed["dynamic_learning_rate"] = rates(args, extent)
     elif args.max_steps > 0:
         raise refuse("max_steps", f"-1 without {KEY}.train_dataset (num_train_epochs, or num_epochs)", args.max_steps)
     num_items = None if train is None else len(train)
-    found["checkpoint_reader"] = CheckpointReader(lambda: model.last, args, keys, num_items, size)
+    followed["checkpoint_reader"] = CheckpointReader(lambda: maker.model, args, keys, num_items, size)
     if type(dev) is dict:
-        found["eval_datasets"] = {name: collate.dataset(one) for name, one in dev.items()}
+        followed["eval_datasets"] = {name: collate.dataset(dataset) for name, dataset in dev.items()}
     elif dev is not None:
-        found["dev"] = collate.dataset(dev)
+        followed["dev"] = collate.dataset(dev)
     if args.output_dir is not None:
-        found["callbacks"] = [
-            SaveBest(SavePretrained(f"{args.output_dir}/best", others=[] if processing is None else [processing]))
-        ]
-    return found
+        others = [] if processing is None else [processing]
+        followed["callbacks"] = [SaveBest(SavePretrained(f"{args.output_dir}/best", others=others))]
+    return followed
 
 
 def _order(args: Arguments, keys: Mapping[str, Any], items: Any, processing: Any, size: int) -> str | Order:
@@ -112,44 +115,39 @@ class SaveBest:
             self._saver.on_save(training)
 
 
-class ModelOnce:
-    """The model, as the key get_model returns it."""
-
-    def __init__(self, given: Mapping[str, Any], args: Arguments) -> None:
-        self._model, self._init, self._args = given.get("model"), given.get("model_init"), args
-        self._processing = given.get("processing_class")
+class ModelMaker:
+    def __init__(self, arguments: Mapping[str, Any], args: Arguments) -> None:
+        self.model: Any = arguments.get("model")  # the one that was given out last
+        self._init = arguments.get("model_init")
+        self._args = args
+        self._processing = arguments.get("processing_class")
         self._is_given_out = False
-        if (self._model is None) == (self._init is None):
-            got = "neither" if self._model is None else "both"
+        if (self.model is None) == (self._init is None):
+            got = "neither" if self.model is None else "both"
             raise ConfigError.of("conflict", f"{KEY}: expected either model or model_init, got {got}")
 
     def get(self, **_: Any) -> Any:
-        """Raises: ConfigError, if the one model is asked for a second time, when it is trained already."""
+        """As the key get_model. Raises: ConfigError, if the one model is asked for a second time, when it is trained already."""
         if self._init is not None:
-            self._model = self._init()
+            self.model = self._init()
         elif self._is_given_out:
             raise ConfigError.of(
                 "conflict", f"{KEY}.model: expected model_init, a function that makes it, to make it again, got the model itself"
             )
         self._is_given_out = True
-        if getattr(self._model, "config", None) is not None:  # as the Trainer, where both have an effect on the loss
-            self._model.config.use_cache = bool(self._args.use_cache)  # type: ignore[union-attr]
+        if getattr(self.model, "config", None) is not None:  # as the Trainer, where both have an effect on the loss
+            self.model.config.use_cache = bool(self._args.use_cache)
             if isinstance(self._processing, (PreTrainedTokenizerBase, ProcessorMixin)):
-                align_special_tokens(self._model, self._processing)
+                align_special_tokens(self.model, self._processing)
         if self._args.gradient_checkpointing:
-            self._model.gradient_checkpointing_enable(self._args.gradient_checkpointing_kwargs)  # type: ignore[union-attr]
-        return self._model
-
-    @property
-    def last(self) -> Any:
-        """The model that was given out last."""
-        return self._model
+            self.model.gradient_checkpointing_enable(self._args.gradient_checkpointing_kwargs)
+        return self.model
 
     def columns(self, label_names: Sequence[str] | None) -> set[str]:
         """The columns of the data that the model, or a collator, takes."""
-        model = inner_model(self._model if self._model is not None else self.get())
-        names = list(label_names or find_labels(type(model)))
-        return {*inspect.signature(model.forward).parameters, "label", "label_ids", *names}
+        model = inner_model(self.model if self.model is not None else self.get())
+        labels = list(label_names or find_labels(type(model)))
+        return {*inspect.signature(model.forward).parameters, "label", "label_ids", *labels}
 
 
 def inner_model(model: Any) -> Any:
@@ -176,10 +174,10 @@ class Counting:
         inner = inner_model(model)
         config = getattr(inner, "config", None)
         self.labels = list(label_names or find_labels(type(inner)))
-        self.shifts = LOSS_MAPPING.get(str(getattr(inner, "loss_type", ""))) is ForCausalLMLoss
-        self.shifts = self.shifts and not getattr(config, "is_encoder_decoder", False)
+        is_causal = LOSS_MAPPING.get(str(getattr(inner, "loss_type", ""))) is ForCausalLMLoss
+        self.shifts = is_causal and not getattr(config, "is_encoder_decoder", False)
         self.predicts_next = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        kinds = [one.kind for one in inspect.signature(inner.forward).parameters.values()]
+        kinds = [parameter.kind for parameter in inspect.signature(inner.forward).parameters.values()]
         self.takes_count = getattr(inner, "accepts_loss_kwargs", inspect.Parameter.VAR_KEYWORD in kinds)
         self.is_smoothed = getattr(config, "problem_type", None) != "multi_label_classification"
         self.is_ctc = type(inner).__name__.endswith("ForCTC")
@@ -194,8 +192,7 @@ class Counting:
 
     def count(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The number of elements. Raises: ConfigError, if the batch has no labels."""
-        missing = [name for name in self.labels if name not in batch]
-        if missing:
+        if missing := [name for name in self.labels if name not in batch]:
             raise ConfigError.of(
                 "wrong-result", f"{KEY}.data_collator: expected {missing[0]!r} in a batch, got {', '.join(batch)}"
             )
@@ -224,24 +221,22 @@ class Counting:
 class TrainStep(OtherTrainer):
     """The loss of a batch, weighted by the number of its elements on all ranks and in all its batches."""
 
-    def __init__(
-        self,
-        get_model: Callable[..., Any],
-        args: Arguments,
-        compute_loss: Callable[..., Any] | None,
-        metrics: Metrics | None,
-        processing: Any,
-    ) -> None:
-        self.get_model, self.forward_step = get_model, partial(forward_step, args=args)
-        self._args, self._compute_loss, self._metrics, self._processing = args, compute_loss, metrics, processing
+    def __init__(self, maker: ModelMaker, args: Arguments, arguments: Mapping[str, Any], metrics: Metrics | None) -> None:
+        self.get_model = maker.get
+        self.forward_step = partial(forward_step, args=args)
+        self._args = args
+        self._compute_loss = arguments.get("compute_loss_func")
+        self._processing = arguments.get("processing_class")
+        self._metrics = metrics
         self._smooth = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
-        self._counting: tuple[Any, Counting] | None = None
+        self._counting: dict[Any, Counting] = {}  # by model
 
     def train(self, inputs: Any) -> None:
         model = self.model
-        if self._counting is None or self._counting[0] is not model:
-            self._counting = model, Counting(model, self._args.label_names)
-        counting, batch = self._counting[1], dict(inputs)
+        if model not in self._counting:
+            self._counting = {model: Counting(model, self._args.label_names)}
+        counting = self._counting[model]
+        batch = dict(inputs)
         count = counting.count(batch)
         at_least_one = count.clamp(min=1)
         smooth = self._smooth if counting.is_smoothed else None
@@ -267,19 +262,20 @@ class TrainStep(OtherTrainer):
         else:
             self.mark_mean("loss", loss, count)
         if self._metrics is not None and not context.train_flag:
-            predicted: Any = outputs
-            known = labels_of(inputs, counting.labels)
+            predictions: Any = outputs
+            references = labels_of(inputs, counting.labels)
             if self._args.predict_with_generate:
-                tokens, config = generate(model, batch, self._args)
-                predicted, known = (self._filled(one, model, config) for one in (tokens, known))
-            self._metrics.add(predicted, known, getattr(model, "config", None))
+                predictions, config = generate(model, batch, self._args)
+                predictions, references = (self._filled(tokens, model, config) for tokens in (predictions, references))
+            self._metrics.add(predictions, references, getattr(model, "config", None))
 
     def _filled(self, tokens: Any, model: Any, config: Any) -> Any:
         """Tokens or labels with padding up to the longest that may be generated, as compute_metrics gets them there."""
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
             return tokens
         ids = [getattr(self._processing, name, None) for name in ("pad_token_id", "eos_token_id")]
-        value = next((one for one in [*ids, getattr(model.config, "pad_token_id", None)] if one is not None), IGNORED)
+        ids += [getattr(model.config, "pad_token_id", None), IGNORED]
+        value = next(token for token in ids if token is not None)
         length = config.max_length or USUAL_LENGTH
         if tokens.shape[1] >= length:
             length = (config.max_new_tokens or 0) + 1
@@ -288,7 +284,8 @@ class TrainStep(OtherTrainer):
 
 def forward_step(*, model: Any, extern_data: Any, args: Arguments, **_: Any) -> None:
     """What the model generates, if `predict_with_generate` says so, else its logits; and the labels."""
-    context, batch = hvdtrain.get_run_ctx(), dict(extern_data)
+    context = hvdtrain.get_run_ctx()
+    batch = dict(extern_data)
     labels = batch.pop("labels", None)
     mask = batch.get("attention_mask")
     inner = inner_model(model)
@@ -312,8 +309,9 @@ def forward_step(*, model: Any, extern_data: Any, args: Arguments, **_: Any) -> 
 
 def generate(model: Any, batch: Mapping[str, Any], args: Arguments) -> tuple[torch.Tensor, Any]:
     """The generated tokens, after those of the prompt if the model is a decoder, and the GenerationConfig."""
-    given = args.generation_config
-    config = GenerationConfig.from_pretrained(given) if isinstance(given, str) else given or model.generation_config
+    config = args.generation_config or model.generation_config
+    if isinstance(config, str):
+        config = GenerationConfig.from_pretrained(config)
     options = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
     options = {name: value for name, value in options.items() if value is not None}
     batch = {name: value for name, value in batch.items() if name != "labels" and not name.startswith("decoder_")}

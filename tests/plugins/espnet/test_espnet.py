@@ -50,8 +50,8 @@ class Synthesizer(torch.nn.Module):
         assert more.keys() == {"speech_ref1", "speech_ref1_lengths", "utt_id"}
         assert (len(more["utt_id"]), sids.shape, spembs.shape) == (len(text), (len(text), 1), (len(text), 4))
         assert text.min() >= 0  # padded with 0
-        found = self.words(text).sum(1) + self.voice(spembs) * sids
-        loss = (found - more["speech_ref1"].sum(1) / more["speech_ref1_lengths"][:, None]).square().mean()
+        outputs = self.words(text).sum(1) + self.voice(spembs) * sids
+        loss = (outputs - more["speech_ref1"].sum(1) / more["speech_ref1_lengths"][:, None]).square().mean()
         return {"loss": loss, "stats": {"loss": loss.detach()}, "weight": len(text)}
 
 
@@ -105,11 +105,11 @@ def plain_loop(model: torch.nn.Module, items: Any, padding: int, epochs: int = 2
             several = [items[number] for number in range(begin, min(begin + 4, len(items)))]
             for key in several[0]:
                 name = {"data": "speech", "classes": "text"}.get(key, key)
-                values = [torch.as_tensor(one[key]) for one in several]
-                values = [one if one.is_floating_point() else one.long() for one in values]
+                values = [torch.as_tensor(item[key]) for item in several]
+                values = [value if value.is_floating_point() else value.long() for value in values]
                 batch[name] = torch.nn.utils.rnn.pad_sequence(values, True, 0.0 if values[0].is_floating_point() else padding)
                 if name not in without_lengths:
-                    batch[f"{name}_lengths"] = torch.tensor([len(one) for one in values])
+                    batch[f"{name}_lengths"] = torch.tensor([len(value) for value in values])
             result = model(**batch, utt_id=[f"seq-{number}" for number in range(len(several))])
             loss, _, weight = (result["loss"], {}, result["weight"]) if isinstance(result, dict) else result
             optimizer.zero_grad()
@@ -168,11 +168,11 @@ def test_the_weights_are_those_of_a_plain_loop(make: Any, items: Any, padding: i
     start = state_of(model)
     loss = plain_loop(model, items(), padding)
     result = hvdtrain.train({**keys(make, items), "model": str(tmp_path / "model"), "num_threads": 1})
-    found = state_of(result.model)
-    assert difference(found, state_of(model), start) < 1e-6
+    weights = state_of(result.model)
+    assert difference(weights, state_of(model), start) < 1e-6
     assert result.scores["train_loss_loss"] == pytest.approx(loss, rel=1e-6)
     assert result.scores.get("train_loss_longest") == (12.0 if make is recognizer else None)
-    check_resume(lambda: keys(make, items), tmp_path, 4, found)
+    check_resume(lambda: keys(make, items), tmp_path, 4, weights)
 
 
 def test_a_model_of_theirs_is_trained_on_a_folder_of_theirs(tmp_path: Path) -> None:
@@ -198,11 +198,11 @@ def test_a_model_of_theirs_is_trained_on_a_folder_of_theirs(tmp_path: Path) -> N
     read = opened(folder)
     model, start = make(), state_of(make())
     plain_loop(model, [read.sequence(number) for number in range(10)], -1)
-    given = {**keys(make, None), "train": {**folder, "seq_ordering": "default"}, "dev": folder}
-    result = hvdtrain.train({**given, "model": str(tmp_path / "model"), "num_threads": 1})
+    config = {**keys(make, None), "train": {**folder, "seq_ordering": "default"}, "dev": folder}
+    result = hvdtrain.train({**config, "model": str(tmp_path / "model"), "num_threads": 1})
     assert difference(state_of(result.model), state_of(model), start) < 1e-6
     assert "dev_loss_loss_ctc" in result.scores
-    task = {**given, "forward_data": folder, "output_file": str(tmp_path / "feats.hdf"), "num_threads": 1}
+    task = {**config, "forward_data": folder, "output_file": str(tmp_path / "feats.hdf"), "num_threads": 1}
     hvdtrain.forward(task, checkpoint=str(tmp_path / "model.002.pt"), model=str(tmp_path / "model"))
     feats = opened({"class": "HDFDataset", "files": [str(tmp_path / "feats.hdf")]})
     rows = {feats.tags([number])[0]: feats.sequence(number)["data"] for number in range(10)}
@@ -211,19 +211,19 @@ def test_a_model_of_theirs_is_trained_on_a_folder_of_theirs(tmp_path: Path) -> N
 
 def test_collect_feats_is_what_forward_writes(tmp_path: Path) -> None:
     train(keys(recognizer, Speech), tmp_path / "model", num_epochs=1)
-    found: dict[str, Any] = {}
+    features: dict[str, Any] = {}
 
     class Callback:
         def init(self, *, model: Any) -> None: ...
         def process_seq(self, *, seq_tag: str, outputs: Any) -> None:
-            found[seq_tag] = outputs["output"].raw_tensor
+            features[seq_tag] = outputs["output"].raw_tensor
 
         def finish(self) -> None: ...
 
-    given = {**keys(recognizer, Speech), "forward_data": {"class": Speech}, "forward_callback": Callback, "num_threads": 1}
-    hvdtrain.forward(given, checkpoint=str(tmp_path / "model.001.pt"), model=str(tmp_path / "model"))
-    assert len(found) == 10
-    assert numpy.array_equal(found["seq-3"], 2 * Speech()[3]["data"])
+    config = {**keys(recognizer, Speech), "forward_data": {"class": Speech}, "forward_callback": Callback, "num_threads": 1}
+    hvdtrain.forward(config, checkpoint=str(tmp_path / "model.001.pt"), model=str(tmp_path / "model"))
+    assert len(features) == 10
+    assert numpy.array_equal(features["seq-3"], 2 * Speech()[3]["data"])
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

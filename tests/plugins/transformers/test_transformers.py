@@ -88,32 +88,32 @@ def items_of(kind: str) -> list[dict[str, Any]]:
     for number in range(10):
         size = int(generator.integers(3, 9))
         tokens = generator.integers(3, 30, size).tolist()
-        one: dict[str, Any] = {"input_ids": tokens, "attention_mask": [1] * size, "name": f"item {number}"}
+        item: dict[str, Any] = {"input_ids": tokens, "attention_mask": [1] * size, "name": f"item {number}"}
         if kind in ("gpt2", "llama"):
-            one["labels"] = tokens
+            item["labels"] = tokens
         elif kind == "t5":
-            one["labels"] = generator.integers(3, 30, int(generator.integers(2, 6))).tolist()
+            item["labels"] = generator.integers(3, 30, int(generator.integers(2, 6))).tolist()
         elif kind in ("bert", "own", "classes"):
-            one["labels"] = int(generator.integers(3))
+            item["labels"] = int(generator.integers(3))
         elif kind == "clip":
-            one |= {"input_ids": [*tokens, 29], "attention_mask": [1] * (size + 1)}
-            one["pixel_values"] = generator.standard_normal((3, 8, 8)).astype(numpy.float32)
+            item |= {"input_ids": [*tokens, 29], "attention_mask": [1] * (size + 1)}
+            item["pixel_values"] = generator.standard_normal((3, 8, 8)).astype(numpy.float32)
         else:
             sound = generator.standard_normal(60 * size).tolist()
-            one = {"input_values": sound, "attention_mask": [1] * len(sound), "labels": generator.integers(1, 6, 2).tolist()}
-        items.append(one)
+            item = {"input_values": sound, "attention_mask": [1] * len(sound), "labels": generator.integers(1, 6, 2).tolist()}
+        items.append(item)
     return items
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     assert "name" not in items[0]  # the model does not take it (remove_unused_columns)
     padding = {"labels": -100}
-    found = {}
+    batch = {}
     for name in items[0]:
         values = [torch.tensor(item[name], dtype=torch.float64 if name == "input_values" else None) for item in items]
         is_padded = values[0].ndim == 1
-        found[name] = torch.nn.utils.rnn.pad_sequence(values, True, padding.get(name, 0)) if is_padded else torch.stack(values)
-    return {**found, "return_loss": True} if "pixel_values" in found else found
+        batch[name] = torch.nn.utils.rnn.pad_sequence(values, True, padding.get(name, 0)) if is_padded else torch.stack(values)
+    return {**batch, "return_loss": True} if "pixel_values" in batch else batch
 
 
 ARGUMENTS: dict[str, Any] = {
@@ -123,8 +123,8 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def keys(kind: str, arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
-    given = {"model_init": lambda: make(kind), "args": arguments, "data_collator": collate, **more}
-    return {"transformers_trainer": {"train_dataset": items_of(kind), "eval_dataset": items_of(kind)[:7], **given}}
+    trainer = {"model_init": lambda: make(kind), "args": arguments, "data_collator": collate, **more}
+    return {"transformers_trainer": {"train_dataset": items_of(kind), "eval_dataset": items_of(kind)[:7], **trainer}}
 
 
 def trainer(model: Any, kind: str, folder: Path, arguments: dict[str, Any], **more: Any) -> Any:
@@ -174,10 +174,10 @@ def test_the_weights_rates_and_metrics_are_the_trainers(kind: str, changes: dict
     its.train()
     evaluated = its.evaluate()
     saving = {**arguments, "output_dir": str(tmp_path / "saved")}
-    given = {**keys(kind, saving, compute_metrics=metrics), "callbacks": [OurRates()], "num_threads": 1}
-    result = hvdtrain.train({**given, "model": str(tmp_path / "model")})
-    found = state_of(result.model)
-    assert difference(found, state_of(model), start) < 1e-6
+    config = {**keys(kind, saving, compute_metrics=metrics), "callbacks": [OurRates()], "num_threads": 1}
+    result = hvdtrain.train({**config, "model": str(tmp_path / "model")})
+    weights = state_of(result.model)
+    assert difference(weights, state_of(model), start) < 1e-6
     assert (tmp_path / "saved/best").exists() == (kind != "own")
     steps = arguments.get("gradient_accumulation_steps", 1)
     assert [
@@ -188,7 +188,7 @@ def test_the_weights_rates_and_metrics_are_the_trainers(kind: str, changes: dict
     ] == theirs
     assert result.scores["dev_loss_labels"] == evaluated["eval_labels"]
     assert result.scores["dev_loss_highest"] == pytest.approx(evaluated["eval_highest"], rel=1e-5)
-    check_resume(lambda: keys(kind, arguments, compute_metrics=metrics), tmp_path, len(ours) - 2, found)
+    check_resume(lambda: keys(kind, arguments, compute_metrics=metrics), tmp_path, len(ours) - 2, weights)
 
 
 @pytest.mark.parametrize(
@@ -210,16 +210,16 @@ def test_masks_are_those_of_the_items(tmp_path: Path) -> None:
     tokenizer = pads()
     tokenizer.add_special_tokens({"mask_token": "<mask>"})
 
-    def given(size: int = 4) -> dict[str, Any]:
+    def config(size: int = 4) -> dict[str, Any]:
         collator = transformers.DataCollatorForLanguageModeling(tokenizer, seed=5, mlm_probability=0.5)
         items = [{"input_ids": item["input_ids"], "attention_mask": item["attention_mask"]} for item in items_of("gpt2")]
         arguments = {**ARGUMENTS, "per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         return keys("masked", arguments, data_collator=collator, train_dataset=items, eval_dataset=items)
 
-    found = train(given(), tmp_path / "model")
-    check_resume(given, tmp_path, 4, found)
-    of_parts = train(given(2), tmp_path / "parts")
-    assert difference(of_parts, found, state_of(make("masked"))) < 1e-5
+    weights = train(config(), tmp_path / "model")
+    check_resume(config, tmp_path, 4, weights)
+    of_parts = train(config(2), tmp_path / "parts")
+    assert difference(of_parts, weights, state_of(make("masked"))) < 1e-5
     tokenizer.padding_side = "left"
     two = [{name: torch.tensor(values) for name in ("input_ids", "labels")} for values in ([1], [2, 3])]
     padded = Collate(transformers.DataCollatorForLanguageModeling(tokenizer), None).pad(two)
@@ -287,22 +287,22 @@ def test_items_are_grouped_by_length_as_there(tmp_path: Path) -> None:
 def test_arguments_may_be_an_object(tmp_path: Path) -> None:
     """Of which only what differs from the defaults counts: the class itself fills in some values."""
     wanted = train(keys("bert", ARGUMENTS), tmp_path / "dict")
-    made = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), eval_strategy="epoch", use_cpu=True, **ARGUMENTS)
-    found = train(keys("bert", made), tmp_path / "object")  # type: ignore[arg-type]
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), eval_strategy="epoch", use_cpu=True, **ARGUMENTS)
+    weights = train(keys("bert", args), tmp_path / "object")  # type: ignore[arg-type]
+    assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
     assert Arguments({"warmup_ratio": 0.1}).warmup_ratio == 0.1  # which newer classes do not have any more
-    made.neftune_noise_alpha = 3.0
+    args.neftune_noise_alpha = 3.0
     with pytest.raises(ConfigError, match="got neftune_noise_alpha = 3.0"):
-        train(keys("bert", made), tmp_path / "refused")  # type: ignore[arg-type]
+        train(keys("bert", args), tmp_path / "refused")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "bert", "wav2vec2 mean"])
 def test_accumulated_batches_are_the_trainers_one_larger_batch(kind: str, tmp_path: Path) -> None:
     """Where the Trainer's accumulated batches are not: it adds up the means of models that do not use num_items_in_batch."""
-    one = {**ARGUMENTS, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.001}
-    parts = {**one, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    whole = {**ARGUMENTS, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.001}
+    parts = {**whole, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     start, theirs = state_of(make(kind)), list[dict[str, torch.Tensor]]()
-    for arguments in (one, parts):
+    for arguments in (whole, parts):
         model = make(kind)
         trainer(model, kind, tmp_path, arguments).train()
         theirs.append(state_of(model))
@@ -334,14 +334,14 @@ def test_generate_is_that_of_predict_and_the_best_model_is_one_of_transformers(t
         def finish(self) -> None: ...
 
     collected = outputs
-    given = {**keys("t5", arguments), "forward_data": "dev", "forward_callback": Callback, "num_threads": 1}
-    hvdtrain.forward(given, checkpoint=2)
+    config = {**keys("t5", arguments), "forward_data": "dev", "forward_callback": Callback, "num_threads": 1}
+    hvdtrain.forward(config, checkpoint=2)
     for number, tokens in enumerate(predicted):
         mine = outputs[f"seq-{number}"]["output"].raw_tensor
         assert mine.tolist() == tokens[: len(mine)].tolist()
         assert outputs[f"seq-{number}"]["labels"].raw_tensor.tolist() == items_of("t5")[number]["labels"]
     arguments["predict_with_generate"] = False  # the logits for the labels
-    hvdtrain.forward({**given, **keys("t5", arguments)}, checkpoint=2)
+    hvdtrain.forward({**config, **keys("t5", arguments)}, checkpoint=2)
     assert [len(outputs[f"seq-{number}"]["output"].raw_tensor) for number in range(7)] == [
         len(item["labels"]) for item in items_of("t5")[:7]
     ]
@@ -351,7 +351,7 @@ def test_generate_is_that_of_predict_and_the_best_model_is_one_of_transformers(t
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("arguments", "expected"),
     [
         ({"callbacks": [1]}, "expected the key callbacks .early_stopping_patience .*, got callbacks"),
         ({"datacollator": collate}, "expected arguments of a Trainer, got .datacollator. .did you mean data_collator"),
@@ -363,21 +363,21 @@ def test_generate_is_that_of_predict_and_the_best_model_is_one_of_transformers(t
         ({"args": {"lr_scheduler_type": "reduce_lr_on_plateau"}}, "lr_scheduler_type: expected one whose rate follows"),
     ],
 )
-def test_what_has_no_counterpart_is_refused(given: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_what_has_no_counterpart_is_refused(arguments: dict[str, Any], expected: str, tmp_path: Path) -> None:
     values = keys("bert", ARGUMENTS)["transformers_trainer"]
     with pytest.raises(ConfigError, match=expected):
-        train({"transformers_trainer": {**values, **given}}, tmp_path / "model")
+        train({"transformers_trainer": {**values, **arguments}}, tmp_path / "model")
 
 
 def test_a_model_with_several_losses_is_refused(tmp_path: Path) -> None:
     model = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=30, **SIZES))
-    given = {"model": model, "data_collator": collate, "train_dataset": items_of("gpt2")}
+    arguments = {"model": model, "data_collator": collate, "train_dataset": items_of("gpt2")}
     with pytest.raises(ConfigError, match="expected a model with one kind of labels, got BertForPreTraining with labels, next_"):
-        train({"transformers_trainer": given}, tmp_path / "model")
-    given |= {"model": make("clip"), "data_collator": lambda items: collate(items) | {"return_loss": False}}
-    given["train_dataset"] = items_of("clip")
+        train({"transformers_trainer": arguments}, tmp_path / "model")
+    arguments |= {"model": make("clip"), "data_collator": lambda items: collate(items) | {"return_loss": False}}
+    arguments["train_dataset"] = items_of("clip")
     with pytest.raises(ConfigError, match="expected a loss from CLIPModel, got .* 'return_loss': True"):
-        train({"transformers_trainer": given}, tmp_path / "clip")
+        train({"transformers_trainer": arguments}, tmp_path / "clip")
 
 
 def test_init_writes_a_config_that_learns(tmp_path: Path) -> None:

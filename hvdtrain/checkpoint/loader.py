@@ -134,7 +134,7 @@ class Loader:
             if batches and with_optimizer:
                 done = min(progress.step, -(-batches // self.comm.size))
                 current = EpochProgress(progress.epoch + 1, progress.step - done, position=batches)
-            return replace(progress, current=current, data={}, keys={}, spent={}, callbacks={})
+            return replace(progress, current=current, data={}, keys={}, spent={}, callbacks={}, finished=None)
         history = [record for record in progress.history if record.epoch <= epoch]
         return Progress(step=progress.step, epoch=epoch, history=history)  # as in RETURNN, steps go on also if epochs do not
 

@@ -12,7 +12,7 @@ from functools import partial
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, Tensor
 from hvdtrain.learner.averaging import UpdateCounts, average, changed
-from hvdtrain.learner.model_state import ModelState, Role
+from hvdtrain.learner.model_state import BUFFERS, ModelState, Role
 
 
 def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts) -> None:
@@ -21,7 +21,7 @@ def average_buffers(comm: Communicator, state: ModelState, counts: UpdateCounts)
     Raises:
         ConfigError: on all ranks, if a buffer has another shape on another rank.
     """
-    statistics, counters = _differing(comm, state, ("statistics", "counters"))
+    statistics, counters = _differing(comm, state, BUFFERS)
     state.set_tensors("statistics", changed(statistics, partial(average, comm, counts=counts, name="statistics")))
     state.set_tensors("counters", changed(counters, partial(comm.broadcast, name="counters")))
 

@@ -19,7 +19,9 @@ Role = Literal["parameters", "frozen", "statistics", "counters"]
 What a model does not save (a buffer of PyTorch with persistent=False) has no role: each rank has its own, and none is sent.
 """
 
-ROLES: tuple[Role, ...] = ("parameters", "frozen", "statistics", "counters")
+BUFFERS: tuple[Role, ...] = ("statistics", "counters")
+
+ROLES: tuple[Role, ...] = ("parameters", "frozen", *BUFFERS)
 
 StatePart = Role | Literal["optimizer", "kept"]
 """The parts of the state that can differ between ranks, so that each rank saves its own; "kept", a name in checkpoints, are the

@@ -14,7 +14,9 @@ from launching import TOY
 import hvdtrain
 from hvdtrain.checkpoint.folder import CheckpointFolder
 from hvdtrain.checkpoint.keys import StartKeys
+from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.checkpoint.start import StartingPoint, start_of_training
+from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.errors import CheckpointError, ConfigError, TrainingError
 from hvdtrain.plugins.schedules.file import read_learning_rate_file
 from hvdtrain.run import train
@@ -22,6 +24,7 @@ from hvdtrain.schedule.early_stopping import EarlyStoppingKeys, early_stop_reaso
 from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.schedule.measure import Measure
 from hvdtrain.settings import read_settings
+from hvdtrain.training.limits import TrainingLimits
 
 
 def run(corpus: Path, model: Path, **overrides: object) -> None:
@@ -44,6 +47,18 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     run(corpus, folder, num_epochs=3)
     return folder
+
+
+def test_a_model_of_a_training_that_a_callback_has_ended_is_trained_further() -> None:
+    class State:
+        tensors = staticmethod(lambda role: {})
+        set_tensors = staticmethod(lambda role, values: None)
+        load = staticmethod(lambda *_: {"epoch": 1, "step": 7, "history": [], "finished": ["enough", 3]})
+
+    loader = Loader(SingleCommunicator(), State(), None, CheckpointFolder(Path("other")))  # type: ignore[arg-type]
+    progress = loader.load_model(Path("model.001.pt"), None)
+    assert progress.epoch == 1
+    assert not TrainingLimits(num_epochs=3).are_reached(progress)
 
 
 @pytest.mark.parametrize("kind", ["pt", "safetensors"])

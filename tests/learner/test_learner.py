@@ -49,6 +49,29 @@ def test_a_step_of_sgd_on_the_sum_over_real_frames() -> None:
     assert made.model.weight.grad is None
 
 
+def test_an_evaluation_that_changes_the_models_buffers_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def step(*, model: torch.nn.Module, extern_data: dict[str, Any], **_: Any) -> None:
+        squares(model=model, extern_data=extern_data)
+        if model.training or next(is_careless):
+            model.queue += 1
+
+    def get_model(**_: Any) -> torch.nn.Module:
+        layer = torch.nn.Linear(2, 1, bias=False)
+        layer.register_buffer("queue", torch.zeros(3))
+        layer.register_buffer("table", torch.ones(3))
+        return layer
+
+    made = learner_of(get_model, step)
+    is_careless = iter([False, True, True])
+    for _ in range(3):
+        made.backward(BATCH)
+        with made.evaluating("dev"):
+            made.evaluate(BATCH)
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "dev: evaluating it changed tensors of the model: queue"
+    ]
+
+
 def test_an_observer_gets_the_gradients_that_an_update_applies() -> None:
     seen: list[dict[str, Any]] = []
     made = learner(gradient_clip=0.25)

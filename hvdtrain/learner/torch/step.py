@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ import torch
 from hvdtrain.context import Loss
 from hvdtrain.data.randomness import EVALUATION, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
+from hvdtrain.errors import first_few
 from hvdtrain.learner.attributes import kinds_of
 from hvdtrain.learner.base import Layer, Learner
 from hvdtrain.learner.marks import MarksOfSteps
 from hvdtrain.learner.meter import BatchOutputs, Meter, scales_of
+from hvdtrain.learner.model_state import BUFFERS
 from hvdtrain.learner.torch.assembly import Assembly, BatchNormExchange
 from hvdtrain.learner.torch.config_functions import ConfigFunctions
 from hvdtrain.learner.torch.device import device_name, free_memory, is_out_of_memory, seed_all
@@ -24,6 +27,7 @@ from hvdtrain.learner.torch.inspect import layers_of
 from hvdtrain.learner.torch.state import TorchState
 from hvdtrain.learner.torch.tensors import await_copy, named_trained, numbers_of, with_parts
 from hvdtrain.learner.torch.update import Update
+from hvdtrain.runtime import log
 
 
 class TorchLearner(Learner):
@@ -63,6 +67,7 @@ class TorchLearner(Learner):
         self._batch_norm = assembly.batch_norm
         self._device = functions.device
         self._begins_update = True  # whether the next step is the first of an update
+        self._has_warned = False  # of an evaluation that changes the model
         self._is_update_due = False  # whether the next update changes anything, as some rank has a batch for it
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -104,6 +109,23 @@ class TorchLearner(Learner):
                     self.observer(self._updater.gradients())
                 self._updater.apply(learning_rate, self._step - 1)
         self._is_update_due = False
+
+    @contextmanager
+    def evaluating(self, dataset: str) -> Iterator[None]:
+        before = self._buffer_digests()
+        with super().evaluating(dataset):
+            yield
+        changed = [name for name, digest in self._buffer_digests().items() if digest != before.get(name)]
+        if changed and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                f"{dataset}: evaluating it changed tensors of the model: {first_few(changed, 5)} (change them only where "
+                "model.training is true: else they depend on what was evaluated, and each rank goes on with its own)"
+            )
+
+    def _buffer_digests(self) -> dict[str, bytes]:
+        named = [zip(self.state.tensors(role), self.state.digests(role), strict=True) for role in BUFFERS]
+        return dict(chain.from_iterable(named))
 
     def flush(self) -> None:
         super().flush()

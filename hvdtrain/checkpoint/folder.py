@@ -361,7 +361,7 @@ class CheckpointFolder:
             for match in models
             for step in [int(match["step"]) if match["step"] else None]
         ]
-        suffixes = self.model_suffixes[::-1]  # of a model in several formats, `at` and `newest` find the same
+        suffixes = self.model_suffixes[::-1]  # of a model in several formats, `checkpoint_at` and `newest` find the same
         return sorted(
             complete, key=lambda checkpoint: (checkpoint.age, suffixes.index(checkpoint.model_suffix or checkpoint.suffix))
         )

@@ -76,7 +76,9 @@ def rules_of(settings: Settings) -> list[AverageRule]:
 def averages_of(settings: Settings) -> Averages | None:
     """What keeps the models that the averages of a config need."""
     rules = rules_of(settings)
-    return Averages(rules, settings.measure, settings.run.num_epochs, settings.saving.save_interval) if rules else None
+    has_within = settings.evaluation.serves("best_model")
+    save_interval = settings.saving.save_interval
+    return Averages(rules, settings.measure, settings.run.num_epochs, save_interval, has_within) if rules else None
 
 
 def make_averages(settings: Settings, session: Session, step_log: StepLog) -> list[Average]:

@@ -144,17 +144,27 @@ class Averages(CheckpointHooks):
         measure: compares epochs, unless a rule has its own.
         num_epochs: the last epoch.
         save_interval: the model is saved after every N epochs, and after the last one.
+        has_within: whether models of evaluations within epochs are kept.
     """
 
-    def __init__(self, rules: Sequence[AverageRule], measure: Measure, num_epochs: int, save_interval: int = 1) -> None:
+    def __init__(
+        self, rules: Sequence[AverageRule], measure: Measure, num_epochs: int, save_interval: int = 1, has_within: bool = True
+    ) -> None:
         self._rules = rules
         self._measure = measure
         self._num_epochs = num_epochs
         self._save_interval = save_interval
+        self._has_within = has_within
 
     def restored(self, progress: Progress) -> None:
-        """Raises: ConfigError, on all ranks, if epochs to come will not have the model that a rule wants of them."""
+        """Raises: ConfigError, on all ranks, if epochs or steps to come will not have the model that a rule wants of them."""
         for rule in self._rules:
+            if rule.kind == "steps" and rule.numbers[-1] > progress.step and not self._has_within:
+                raise ConfigError.of(
+                    "missing",
+                    "average_checkpoints.steps: expected evaluations within epochs, whose models are kept (eval_interval_steps "
+                    "or eval_interval_minutes, with best_model in eval_interval_for), got none",
+                ).on_all_ranks()
             wanted = [epoch for epoch in rule.wanted_epochs(self._num_epochs) if epoch > progress.epoch]
             unsaved = [epoch for epoch in wanted if epoch % self._save_interval and epoch != self._num_epochs]
             if unsaved := unsaved or [epoch for epoch in wanted if epoch > self._num_epochs]:

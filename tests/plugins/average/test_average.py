@@ -170,6 +170,14 @@ def test_an_average_of_epochs_that_will_not_be_saved_is_refused_at_the_start(kin
     Averages(rules, Measure(), num_epochs=4, save_interval=save_interval).restored(Progress())
 
 
+def test_an_average_of_steps_of_which_no_model_will_be_kept_is_refused_at_the_start() -> None:
+    averages = Averages([make_rule("steps", [7, 14])], Measure(), num_epochs=4, has_within=False)
+    with pytest.raises(ConfigError, match="average_checkpoints.steps: expected evaluations within epochs"):
+        averages.restored(Progress(step=13))
+    averages.restored(Progress(step=14))
+    Averages([make_rule("steps", [7, 14])], Measure(), num_epochs=4).restored(Progress())
+
+
 def test_cleanup_keeps_what_averages_need(tmp_path: Path) -> None:
     scores.clear()
     for epoch in range(1, 9):

@@ -147,10 +147,14 @@ def log_prospects(settings: Settings, progress: Progress, limits: TrainingLimits
     log.write(level, f"the best epoch is that of {settings.measure.describe(progress.history)}")
     if limits.are_reached(progress):
         early = None if progress.epoch >= limits.num_epochs else limits.end_after_epoch(progress)
+        is_loaded = progress.file is None  # by `load`: there is no checkpoint, and none will be written
+        hint = (
+            f" (`load` counts as epoch {progress.epoch}: ++start_epoch 1 trains its model from epoch 1 on)" if is_loaded else ""
+        )
         # Warn a program: if it varies keys but not the folder, it would take the old results for those of its keys.
         log.write(
-            3 if settings.process.is_own else 2,
-            f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}.",
+            2 if is_loaded or not settings.process.is_own else 3,
+            f"Already trained until final epoch {progress.epoch}, nothing to do{f': {early}' if early else ''}{hint}.",
         )
 
 

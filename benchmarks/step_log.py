@@ -20,23 +20,26 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 from measuring import Contestant, machine, table, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvdtrain.data.plan.epoch import Plan  # noqa: E402  # found through the line above
+from hvdtrain.checkpoint.progress import EpochProgress  # noqa: E402  # found through the line above
+from hvdtrain.data.plan.epoch import Plan  # noqa: E402
 from hvdtrain.plugins.bars.drawn import DrawnSteps
 from hvdtrain.plugins.bars.terminal import Terminal
 from hvdtrain.plugins.trackers.receivers import TensorBoard  # noqa: E402
 from hvdtrain.report.json_lines import StepLines  # noqa: E402
-from hvdtrain.report.steps import StepNumbers, work_counter  # noqa: E402
 from hvdtrain.runtime.log import LogKeys, open_log
 from hvdtrain.runtime.scores import Scores  # noqa: E402
 from hvdtrain.runtime.timer import Timer  # noqa: E402
 from hvdtrain.schedule.history import UsedRates  # noqa: E402
+from hvdtrain.training.epoch import TrainingEpoch  # noqa: E402
 from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport  # noqa: E402
+from hvdtrain.training.step_numbers import StepNumbers  # noqa: E402
 
 BATCH = 32
 """Sequences in a batch."""
@@ -83,22 +86,26 @@ def main() -> None:
     lengths = numpy.random.default_rng(0).integers(10, 1000, BATCH * options.steps)
     plan = Plan(numpy.random.default_rng(0).permutation(len(lengths)), numpy.arange(options.steps + 1) * BATCH)
 
+    columns = {"data": lengths, "classes": lengths}
+    feed = SimpleNamespace(lengths_in=lambda epoch: columns, sequences_among=len, passes=1)
+    clock = SimpleNamespace(elapsed=lambda current: time.perf_counter())
+
     spent: list[float] = []
 
     def steps(log: StepLog | None, numbers: StepNumbers | None = None, computes: bool = True) -> float:
-        tally, rates = ScoreBuffer(meter), UsedRates()
+        tally, rates, current = ScoreBuffer(meter), UsedRates(), EpochProgress(1, 0)
 
         def record(report: StepReport, scores: Mapping[str, float]) -> None:
             if numbers is not None:
                 began = time.thread_time()
-                place = {"global_step": report.number, "position": report.number, "elapsed": 1.0}
-                rate, progress = report.learning_rate, report.complete
-                numbers.step(epoch=1, step=report.number, progress=progress, learning_rate=rate, scores=scores, **place)
+                current.position = report.number
+                numbers.step(report, scores)
                 if computes:
                     spent.append(time.thread_time() - began)
 
         if numbers is not None:
-            numbers.begin(work_counter(plan, {"data": lengths, "classes": lengths}), 0)
+            epoch = TrainingEpoch(plan, current, lambda position: 0.0, 0.001, 0.001, 0.0)
+            numbers.begin(epoch, feed)  # type: ignore[arg-type]  # of a feed, what is asked for
         if log is not None:
             log.begin(1, None, options.steps, listener=None if numbers is None else record)
         for number in range(1, options.steps + 1):
@@ -114,7 +121,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, os.fdopen(inside, "w") as stream:
         open_log(LogKeys(log=f"{folder}/train.log", log_verbosity=[5, 0]), 0, 1)
         receivers = [StepLines(Path(folder) / "steps.jsonl").step, TensorBoard(Path(folder) / "tensorboard", 0).step]
-        numbers = StepNumbers(receivers, Timer(), meter)  # type: ignore[arg-type]  # of a learner's meter, what is asked for
+        numbers = StepNumbers(receivers, Timer(), meter, clock)  # type: ignore[arg-type]  # what is asked for
         contestants: dict[str, Contestant] = {
             "no log": lambda: steps(None),
             "lines in a file, ten per second": lambda: steps(StepLog(0.1)),

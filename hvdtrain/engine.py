@@ -14,7 +14,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.learner.reducer import EpochStart, FinishedUpdate
 from hvdtrain.learner.steps import groups
 from hvdtrain.report.json_lines import as_line
-from hvdtrain.report.steps import Reporters, StepNumbers
+from hvdtrain.report.steps import Reporters
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.history import EpochRecord
@@ -22,7 +22,7 @@ from hvdtrain.schedule.measure import minimized_in, with_totals
 from hvdtrain.training.agreement import agree_on_batches, check_trained
 from hvdtrain.training.callbacks import NO_CALLBACKS, Callbacks, Training, pruned_before
 from hvdtrain.training.control import Control, StopNow, stopped_by
-from hvdtrain.training.epoch import EpochClock, StepListener, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
+from hvdtrain.training.epoch import EpochClock, TrainingEpoch, epoch_report, log_epoch, log_training, plan_epoch
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.evaluation_within import EvaluationWithin, follow_scores
 from hvdtrain.training.limits import Rates, TrainingLimits, skipped_error
@@ -31,6 +31,7 @@ from hvdtrain.training.phase import EvaluatedModel, Phase
 from hvdtrain.training.saving import Saving, await_checkpoint
 from hvdtrain.training.session import Session, StepRecorder
 from hvdtrain.training.step_log import StepLog, StepReport
+from hvdtrain.training.step_numbers import StepNumbers
 from hvdtrain.training.train_scores import TrainScores, check_elements, note_missing_parts, warn_of_means
 from hvdtrain.training.vote import vote_interval
 
@@ -67,7 +68,6 @@ class Engine:
         self._rates = rates
         self._limits = limits
         self._reporters = reporters
-        self._step_numbers = StepNumbers(reporters.steps, session.timer, learner.meter) if reporters.steps else None
         self._step_log = step_log
         self._recorders = recorders
         self._callbacks = callbacks
@@ -82,10 +82,11 @@ class Engine:
         self._is_trained_stale = False
         # Their state before an evaluation that a resumed training repeats; None: it would repeat none.
         self._callbacks_before: dict[str, Any] | None = None
-        self._clock = EpochClock(session.timer, learner.meter, session.reducer)
-        self._within = EvaluationWithin(session, self._training, step_log, self._step_numbers, self._clock, reporters.evaluations)
+        self._clock = clock = EpochClock(session.timer, learner.meter, session.reducer)
+        self._step_numbers = StepNumbers(reporters.steps, session.timer, learner.meter, clock) if reporters.steps else None
+        self._within = EvaluationWithin(session, self._training, step_log, clock, reporters.evaluations)
         self._scores = TrainScores(comm, learner, limits.finite, session.reducer.gradients.keeps_ranks_alike)
-        self._saving = Saving(session, self._scores, self._clock, self._training, self._notifier)
+        self._saving = Saving(session, self._scores, clock, self._training, self._notifier)
         interval = vote_interval(session.reducer, session.interrupt.grace)
         self._control = Control(session, limits, self._training, self._scores, bool(self._evaluations), interval)
 
@@ -238,7 +239,10 @@ class Engine:
         """Begin the training of an epoch, or resume it with its last `steps` steps."""
         current = epoch.current
         step = self._progress.step
-        listener = None if self._step_numbers is None else StepListener(self._step_numbers, epoch, self._train, self._clock)
+        listener = None
+        if self._step_numbers is not None:
+            self._step_numbers.begin(epoch, self._train)
+            listener = self._step_numbers.step
         self._step_log.begin(current.epoch, None, steps, self._clock.elapsed(current), listener)
         done = step - current.first_step
         updates = -(-(done + steps) // self._steps_per_update(epoch))

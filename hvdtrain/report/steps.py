@@ -1,19 +1,14 @@
-"""Numbers within an epoch: the records that rank 0 makes of some steps, and their receivers."""
+"""Numbers within an epoch: the records of steps, and the receivers of rank 0's reports."""
 
 from __future__ import annotations
 
 import resource
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.data.plan.epoch import Plan
-from hvdtrain.data.types import Array
 from hvdtrain.errors import prunes
 from hvdtrain.learner.meter import Meter
 from hvdtrain.report.epoch import EpochReport, EvaluationReceiver, Reporter
-from hvdtrain.runtime import log
-from hvdtrain.runtime.timer import Timer
 
 
 @dataclass(frozen=True)
@@ -97,117 +92,6 @@ class Reporters:
                     raise
                 pruned = error
         return pruned
-
-
-WorkCounter = Callable[[int, int], tuple[int, Mapping[str, int]]]
-"""Counts the sequences in the batches between two positions of an epoch's plan, and their frames by data key."""
-
-
-def work_counter(
-    plan: Plan, lengths: Mapping[str, Array], num_sequences: Callable[[Array], int] = len, passes: int = 1
-) -> WorkCounter:
-    """A function that counts the sequences and frames in some batches of a plan.
-
-    Args:
-        lengths: by data key, the frames of the sequences or chunks that the plan's indices refer to.
-        num_sequences: counts the sequences among such indices.
-        passes: how many ranks have about as many in their own plans.
-
-    >>> import numpy
-    >>> plan = Plan(numpy.array([2, 0, 1]), numpy.array([0, 1, 3]))
-    >>> work_counter(plan, {"data": numpy.array([5, 6, 7])})(1, 9)
-    (2, {'data': 11})
-    """
-
-    def work(start: int, end: int) -> tuple[int, Mapping[str, int]]:
-        frames = {name: passes * plan.num_frames(column, start, end) for name, column in lengths.items()}
-        return passes * num_sequences(plan.indices_between(start, end)), frames
-
-    return work
-
-
-class StepNumbers:
-    """Makes records and passes them on, without waiting for a GPU or other ranks.
-
-    Args:
-        receivers: called with every record.
-        timer: has the seconds that rank 0 waited for data and for averaging parameters.
-        meter: of rank 0's learner.
-    """
-
-    def __init__(self, receivers: Sequence[StepReceiver], timer: Timer, meter: Meter) -> None:
-        self._receivers = list(receivers)
-        self._failed: set[int] = set()
-        self._timer = timer
-        self._meter = meter
-
-    def begin(self, work: WorkCounter, position: int) -> None:
-        """The training of an epoch begins or continues.
-
-        Args:
-            work: counts the content of its batches.
-            position: the number of batches of its plan that are done.
-        """
-        self._work = work
-        self._position = position
-        self._since = time.perf_counter()
-        self._seconds = self._seconds_so_far()
-
-    def skip(self, seconds: float) -> None:
-        """Leave some seconds out of the time since the last record."""
-        self._since += seconds
-
-    def step(
-        self,
-        *,
-        epoch: int,
-        step: int,
-        global_step: int,
-        position: int,
-        progress: float,
-        elapsed: float,
-        learning_rate: float,
-        scores: Mapping[str, float],
-    ) -> StepRecord:
-        """Record a step. The arguments are those of `StepRecord`, and the number of batches of the plan that are done."""
-        now = time.perf_counter()
-        seconds = self._seconds_so_far()
-        passed = max(now - self._since, 1e-9)
-        waited, computed = (min(max((new - old) / passed, 0.0), 1.0) for new, old in zip(seconds, self._seconds, strict=True))
-        num_sequences, num_frames = self._work(self._position, position)
-        self._since = now
-        self._seconds = seconds
-        self._position = position
-        record = StepRecord(
-            epoch=epoch,
-            step=step,
-            global_step=global_step,
-            progress=progress,
-            elapsed=elapsed,
-            learning_rate=learning_rate,
-            scores=scores,
-            gradient_norm=self._meter.gradient_norm(),
-            sequences_per_second=num_sequences / passed,
-            frames_per_second={name: count / passed for name, count in num_frames.items()},
-            memory=peak_memory(self._meter),
-            computing=computed,
-            data_wait=waited,
-        )
-        for number, receiver in enumerate(self._receivers):
-            try:
-                receiver(record)
-            except Exception as error:  # an observer never ends a training
-                if number not in self._failed:
-                    self._failed.add(number)
-                    log.warning(
-                        f"the numbers of step {step} were not recorded, training continues: {type(error).__name__}: {error}"
-                    )
-        return record
-
-    def _seconds_so_far(self) -> tuple[float, float]:
-        """Seconds spent waiting for data, and computing as in the report of an epoch, since a fixed time."""
-        seconds = self._timer.seconds
-        return seconds.get("data wait", 0.0), self._meter.step_seconds() + seconds.get("parameter sync", 0.0)
 
 
 def peak_memory(meter: Meter) -> int:

@@ -12,7 +12,7 @@ from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.learner.meter import Meter
 from hvdtrain.learner.reducer import Reducer, Traffic
 from hvdtrain.report.epoch import EpochReport
-from hvdtrain.report.steps import StepNumbers, StepRecord, peak_memory, work_counter
+from hvdtrain.report.steps import peak_memory
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.runtime.timer import Timer
@@ -21,7 +21,6 @@ from hvdtrain.schedule.history import EpochRecord
 from hvdtrain.training.agreement import completed_share, plan_together
 from hvdtrain.training.limits import Rates
 from hvdtrain.training.session import Session
-from hvdtrain.training.step_log import StepReport
 
 
 @dataclass(frozen=True)
@@ -139,34 +138,6 @@ class EpochClock:
         """This rank's seconds since the epoch began or was resumed, by activity."""
         seconds = dict(self._timer.seconds)
         return {**seconds, "rest": time.perf_counter() - self._begun - sum(seconds.values())}
-
-
-class StepListener:
-    """Callback for logged steps: passes the numbers of a step on to the receivers of records.
-
-    Created before the steps of an epoch begin or resume.
-    """
-
-    def __init__(self, numbers: StepNumbers, epoch: TrainingEpoch, feed: Feed, clock: EpochClock) -> None:
-        self._numbers = numbers
-        self._epoch = epoch
-        self._clock = clock
-        current = epoch.current
-        counter = work_counter(epoch.plan, feed.lengths_in(current.epoch), feed.sequences_among, feed.passes)
-        numbers.begin(counter, current.position)
-
-    def __call__(self, report: StepReport, scores: Mapping[str, float]) -> StepRecord:
-        current = self._epoch.current
-        return self._numbers.step(
-            epoch=current.epoch,
-            step=report.number,
-            global_step=current.first_step + report.number,
-            position=current.position,
-            progress=report.complete,
-            elapsed=self._clock.elapsed(current),
-            learning_rate=self._epoch.first_rate if report.learning_rate is None else report.learning_rate,
-            scores=scores,
-        )
 
 
 def epoch_report(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from hvdtrain.checkpoint.files import Checkpoint
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.report.epoch import EvaluationReceiver, EvaluationReport
-from hvdtrain.report.steps import StepNumbers
 from hvdtrain.runtime import log
 from hvdtrain.runtime.scores import name_scores
 from hvdtrain.schedule.divergence import has_diverged
@@ -34,14 +33,12 @@ class EvaluationWithin:
         session: Session,
         training: Training,
         step_log: StepLog,
-        step_numbers: StepNumbers | None,
         clock: EpochClock,
         receivers: Sequence[EvaluationReceiver],
     ) -> None:
         self._session = session
         self._training = training
         self._step_log = step_log
-        self._step_numbers = step_numbers
         self._clock = clock
         self._receivers = receivers
         self._seconds = 0.0  # of the last evaluation
@@ -55,8 +52,6 @@ class EvaluationWithin:
             yield
         self._training.scores = scores
         self._seconds = self._clock.skip()
-        if self._step_numbers is not None:
-            self._step_numbers.skip(self._seconds)
         self._session.watchdog.beat(f"epoch {self._session.progress.epoch + 1}, after the evaluation within it", "between")
 
     def report(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -16,15 +16,18 @@ from launching import TOY
 from report_pages import lines_of
 from tensorboard_events import events
 
+from hvdtrain.checkpoint.progress import EpochProgress
 from hvdtrain.data.plan.epoch import Plan
 from hvdtrain.plugins.trackers.receivers import step_metrics
 from hvdtrain.report.json_lines import StepLines
-from hvdtrain.report.steps import StepNumbers, StepRecord, work_counter
+from hvdtrain.report.steps import StepRecord
 from hvdtrain.run import train
 from hvdtrain.runtime.scores import Scores
 from hvdtrain.runtime.timer import Timer
 from hvdtrain.settings import read_settings
+from hvdtrain.training.epoch import TrainingEpoch
 from hvdtrain.training.step_log import ScoreBuffer, StepLog, StepReport
+from hvdtrain.training.step_numbers import StepNumbers
 
 RECORD = StepRecord(
     epoch=2,
@@ -79,18 +82,38 @@ class Meter:
     take_scores = drain_ready
 
 
-def test_shares_and_rates_are_those_since_the_last_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("hvdtrain.report.steps.time.perf_counter", lambda: now[0])
-    meter, timer, got = Meter(), Timer(), list[StepRecord]()
+class Clock:
+    """Of an epoch, in seconds that a test sets."""
+
+    now = 100.0
+
+    def elapsed(self, current: EpochProgress) -> float:
+        return self.now
+
+
+def begin(numbers: StepNumbers, position: int) -> EpochProgress:
+    """Begin an epoch that has done batches up to a position; returns its progress."""
+    current = EpochProgress(1, 0, position)
+    feed = SimpleNamespace(lengths_in=lambda epoch: LENGTHS, sequences_among=len, passes=1)
+    numbers.begin(TrainingEpoch(PLAN, current, lambda position: 0.0, 0.5, 0.5, 0.0), feed)  # type: ignore[arg-type]
+    return current
+
+
+def finished(number: int, meter: Meter) -> StepReport:
+    return StepReport(number, number / 2, None, None, ScoreBuffer(meter))  # type: ignore[arg-type]
+
+
+def test_shares_and_rates_are_those_since_the_last_record() -> None:
+    meter, timer, clock, got = Meter(), Timer(), Clock(), list[StepRecord]()
     meter.seconds, timer.seconds["data wait"] = 7.0, 1.0  # before: of no interest
-    numbers = StepNumbers([got.append], timer, meter)  # type: ignore[arg-type]  # all that it asks for
-    numbers.begin(work_counter(PLAN, LENGTHS), 1)
-    now[0], meter.seconds, timer.seconds["data wait"], meter.norm = 104.0, 10.0, 1.5, 3.0
-    place: dict[str, Any] = {"epoch": 1, "global_step": 9, "elapsed": 4.0, "learning_rate": 0.5, "scores": {"ce": 1.0}}
-    numbers.step(**place, step=1, position=2, progress=0.5)
-    now[0], timer.seconds["parameter sync"] = 106.0, 0.5
-    numbers.step(**place, step=2, position=3, progress=1.0)
+    numbers = StepNumbers([got.append], timer, meter, clock)  # type: ignore[arg-type]  # all that it asks for
+    current = begin(numbers, 1)
+    clock.now, meter.seconds, timer.seconds["data wait"], meter.norm = 104.0, 10.0, 1.5, 3.0
+    current.position = 2
+    numbers.step(finished(1, meter), {"ce": 1.0})
+    clock.now, timer.seconds["parameter sync"] = 106.0, 0.5
+    current.position = 3
+    numbers.step(finished(2, meter), {"ce": 1.0})
     first, second = got
     assert (first.computing, first.data_wait) == (0.75, 0.125)
     assert (first.sequences_per_second, first.frames_per_second) == (0.5, {"data": 11 / 4})
@@ -107,10 +130,11 @@ def test_a_receiver_that_fails_is_reported_once_and_ends_nothing(monkeypatch: py
     def fails(record: StepRecord) -> None:
         raise OSError("no space left")
 
-    numbers = StepNumbers([fails, got.append], Timer(), Meter())  # type: ignore[arg-type]
-    numbers.begin(work_counter(PLAN, LENGTHS), 0)
+    meter = Meter()
+    numbers = StepNumbers([fails, got.append], Timer(), meter, Clock())  # type: ignore[arg-type]
+    begin(numbers, 0)
     for step in (1, 2):
-        numbers.step(epoch=1, step=step, global_step=step, position=step, progress=0.5, elapsed=1.0, learning_rate=0.1, scores={})
+        numbers.step(finished(step, meter), {})
     assert said == ["the numbers of step 1 were not recorded, training continues: OSError: no space left"]
     assert [record.step for record in got] == [1, 2]
 

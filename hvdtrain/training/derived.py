@@ -87,11 +87,12 @@ def _datasets(sections: Sections, source: Source) -> tuple[tuple[DatasetSpec, ..
 
     specs, problems = datasets_of(keys)
     is_split_by_seed = specs and specs[0].is_known and reduce is not None and reduce.dataset_distribution == "random_seed_offset"
-    if is_split_by_seed and specs[0].name == "train" and not is_random(specs[0].order):
+    if is_split_by_seed and specs[0].name == "train" and not is_random(order := specs[0].order):
+        got = repr(order.seq_ordering) if order.fixed_random_seed is None else f"fixed_random_seed = {order.fixed_random_seed}"
         problems += problem(
             "conflict",
             "horovod_dataset_distribution: expected a random seq_ordering in train for 'random_seed_offset', got "
-            f"{specs[0].order.seq_ordering!r} (every rank would train on the same batches)",
+            f"{got} (every rank would train on the same batches)",
         )
     return specs, problems + _remote_problems(sections, specs) + _impossible_measures(sections, source, specs)
 

@@ -65,12 +65,12 @@ def one_of(names: Iterable[str]) -> Rule:
 
 
 def parsed_by(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """A condition for a `Rule`: `parse` accepts the value, that is, raises no ValueError."""
+    """A condition for a `Rule`: `parse` accepts the value, that is, raises nothing of the kind."""
 
     def holds(value: Any) -> bool:
         try:
             parse(value)
-        except ValueError:
+        except (ValueError, TypeError, AttributeError):
             return False
         return True
 

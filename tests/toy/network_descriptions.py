@@ -49,7 +49,7 @@ def test_pretraining_has_its_learning_rate_and_the_epoch_after_it_that_of_the_co
         {},
     ]
     assert [made.of(epoch).differs_from(made.of(epoch - 1).layers) for epoch in range(2, 7)] == [False, True, True, False, False]
-    assert (made.of(1).copies, made.of(4).copies, made.of(5).allows_others) == ("subset", None, False)
+    assert (made.of(1).copies, made.of(4).copies, made.of(5).ignores_differences) == ("subset", None, False)
     assert not made.are_equal
 
 
@@ -135,7 +135,7 @@ def test_constraints_on_parameters_are_separated_from_those_on_the_batch() -> No
 def test_get_network_is_asked_for_every_epoch() -> None:
     made = described(get_network=lambda epoch: NETWORK | {"#config": {"max_seqs": epoch}} if epoch < 3 else None)
     assert [made.keys(epoch) for epoch in (1, 2)] == [{"max_seqs": 1}, {"max_seqs": 2}]
-    assert made.of(2).allows_others
+    assert made.of(2).ignores_differences
     with pytest.raises(ConfigError, match="get_network: expected a dict of layers, got NoneType"):
         made.of(3)
     assert described().are_equal

@@ -41,7 +41,7 @@ from returnn.datasets.basic import Dataset
 from returnn.tf.native_op import OpMaker
 
 from hvdtrain.plugins.forward.task import forward_all
-from hvdtrain.plugins.returnn.network.gradients import FeedableUpdater, points_of_one_rank
+from hvdtrain.plugins.returnn.network.gradients import FeedableUpdater, points_alone
 from hvdtrain.plugins.returnn.network.learner import build_learner  # noqa: F401  # the children have it then
 from hvdtrain.plugins.returnn.network.objective import objective_of
 from hvdtrain.plugins.returnn.networks import our_name
@@ -367,7 +367,7 @@ def updater_of_hvdtrain(config: Any, network: Any, **options: Any) -> FeedableUp
     """The updater of hvdtrain's networks on one rank."""
     objective = partial(objective_of, network)
     return FeedableUpdater(
-        lambda compute, variables: points_of_one_rank(objective(), compute, variables), config=config, network=network, **options
+        lambda compute, variables: points_alone(objective(), compute, variables), config=config, network=network, **options
     )
 
 

@@ -16,7 +16,7 @@ from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.padding import same_values
 from hvdtrain.data.types import Array
 from hvdtrain.data.views import ChangedSequences
-from hvdtrain.plugins.cache.keys import CacheKeys, parse_sizes
+from hvdtrain.plugins.cache import CacheKeys, parse_sizes
 from hvdtrain.runtime.memory import host_memory
 
 if TYPE_CHECKING:
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 0.8
 """The share of a host's free memory that the caches of its ranks may use together."""
 
-PER_ARRAY, PER_SEQUENCE = 144, 180
-"""Bytes that Python and numpy need for a cached array besides its values, and for a sequence besides its arrays."""
+PER_ARRAY = 144
+"""Bytes that Python and numpy need for a cached array besides its values."""
+
+PER_SEQUENCE = 180
+"""The same for a sequence besides its arrays."""
 
 CHECKED = 64
 """How many cached sequences of the user's code are read again, to see whether they are the same."""
@@ -58,7 +61,7 @@ class Budget(Cache):
         sizes = [self._limit, None if outer is None else outer // self._processes]
         return min((size for size in sizes if size is not None), default=None)
 
-    def is_cut(self, wanted: int) -> bool:
+    def is_limited_by_host(self, wanted: int) -> bool:
         """Whether the larger budget leaves less than both this one's limit and the wanted bytes."""
         available = None if self._within is None else self._within.size
         return available is not None and available < min(wanted, wanted if self._limit is None else self._limit)
@@ -79,8 +82,8 @@ class Budget(Cache):
 
     def take_up_to(self, wanted: int) -> int:
         """Take some bytes, or as many as are left. Returns their number."""
-        left = wanted if self._limit is None else min(wanted, self._limit - self.used)
-        granted = left if self._within is None else self._within.take_up_to(left)
+        wanted_here = wanted if self._limit is None else min(wanted, self._limit - self.used)
+        granted = wanted_here if self._within is None else self._within.take_up_to(wanted_here)
         self.used += granted
         return granted
 
@@ -107,7 +110,7 @@ class Budget(Cache):
             return ["no cache: all data is memory-mapped; the system caches it for all ranks of the host"]
         whole, size = self.needed()
         per_host = f"{size_text(size)} per rank, {size_text(local_size * size)} on this host"
-        more = ", more than the host has" if self.is_cut(whole) else ""
+        more = ", more than the host has" if self.is_limited_by_host(whole) else ""
         return [f"cache: up to {per_host}; {size_text(whole)} would hold all of it{more}"]
 
     def summary(self) -> str:
@@ -182,7 +185,6 @@ class CachedDataset(ChangedSequences):
 
     @property
     def _is_random(self) -> bool:
-        """Whether sequences have shown that they differ when they are read again."""
         return self._varies.is_set() or self._dataset.is_stochastic
 
     def close(self) -> None:
@@ -190,8 +192,7 @@ class CachedDataset(ChangedSequences):
         super().close()
 
     def how_read(self) -> str:
-        how = self._dataset.how_read()
-        return "; ".join([how, "cached"] if how else ["cached"])
+        return "; ".join(filter(None, [self._dataset.how_read(), "cached"]))
 
 
 def _size(array: Array) -> int:

@@ -149,7 +149,6 @@ def _counts(
 
 
 def _counts_of(column: Array, step: int, least: int, tail: Tail | None) -> Array:
-    """The number of chunks of every sequence in one data key."""
     if tail != "drop_short":
         return numpy.where(column > 0, numpy.maximum(1, -(-(column - least) // step)), 0)
     least = max(least, 1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
-from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative
+from hvdtrain.config.keys import ALONE, Rule, Section, Sections, key, not_negative, parsed_by
 from hvdtrain.data.plan.batch_keys import BatchKeys, Limit
 from hvdtrain.errors import Problem, problem
 from hvdtrain.learner.frameworks import FRAMEWORKS
@@ -44,10 +44,11 @@ def parse(value: Any) -> ChunkSize | None:
     """
     if isinstance(value, str):
         value = [int(number) for number in value.split(":")]
-    parts = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not 1 <= len(parts) <= 2:
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not 1 <= len(values) <= 2:
         raise ValueError(value)
-    size, step = parts[0], parts[-1] or parts[0]
+    size = values[0]
+    step = values[-1] or size
     if not size:
         return None
     if isinstance(size, dict) and isinstance(step, dict):
@@ -62,12 +63,12 @@ def parse(value: Any) -> ChunkSize | None:
 class Context:
     """The frames that are added before and after every sequence or chunk, by data key."""
 
-    left: Mapping[str, int]
-    right: Mapping[str, int]
+    before: Mapping[str, int]
+    after: Mapping[str, int]
 
     def frames(self, name: str) -> tuple[int, int]:
         """The frames before and after, of a data key."""
-        return self.left.get(name, 0), self.right.get(name, 0)
+        return self.before.get(name, 0), self.after.get(name, 0)
 
 
 def parse_context(value: Any) -> Context | None:
@@ -76,20 +77,20 @@ def parse_context(value: Any) -> Context | None:
     Raises: ValueError.
 
     >>> parse_context(4), parse_context(({"data": 2}, {}))
-    (Context(left={'data': 1}, right={'data': 2}), Context(left={'data': 2}, right={}))
+    (Context(before={'data': 1}, after={'data': 2}), Context(before={'data': 2}, after={}))
     """
     if isinstance(value, (list, tuple)):
-        left, right = value
+        before, after = value
     else:
         by_key = value if isinstance(value, Mapping) else {"data": 1 if value is None else value}
         if not all(_is_positive(frames) for frames in by_key.values()):
             raise ValueError(value)
-        left = {name: (frames - 1) // 2 for name, frames in by_key.items()}
-        right = {name: frames // 2 for name, frames in by_key.items()}
-    numbers = [*left.values(), *right.values()]
+        before = {name: (frames - 1) // 2 for name, frames in by_key.items()}
+        after = {name: frames // 2 for name, frames in by_key.items()}
+    numbers = [*before.values(), *after.values()]
     if not all(_is_count(frames) for frames in numbers):
         raise ValueError(value)
-    return Context(left, right) if any(numbers) else None
+    return Context(before, after) if any(numbers) else None
 
 
 def _is_positive(value: object) -> bool:
@@ -98,24 +99,6 @@ def _is_positive(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < FRAMES_END
-
-
-def _parses(value: Any) -> bool:
-    """Whether `parse` accepts a value of the key chunking."""
-    return _accepts(parse, value)
-
-
-def _parses_context(value: Any) -> bool:
-    """Whether `parse_context` accepts a value of the key context_window."""
-    return _accepts(parse_context, value)
-
-
-def _accepts(parser: Callable[[Any], Any], value: Any) -> bool:
-    try:
-        parser(value)
-    except (ValueError, TypeError, AttributeError):
-        return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +112,9 @@ class ChunkKeys(Section):
         None,
         "cut training sequences into chunks of SIZE frames, one every STEP frames: 'SIZE:STEP', SIZE (the step is the size), or "
         "(SIZE, STEP), where both may be dicts by data key (data keys that are not named stay whole); 0 or None: off",
-        Rule("'SIZE:STEP', SIZE, (SIZE, STEP), or dicts by data key for both, with positive integers below 2**31", _parses),
+        Rule(
+            "'SIZE:STEP', SIZE, (SIZE, STEP), or dicts by data key for both, with positive integers below 2**31", parsed_by(parse)
+        ),
     )
     min_chunk_size: int | dict[str, int] = key(
         0,
@@ -149,7 +134,7 @@ class ChunkKeys(Section):
         "numbers of frames before and after; 1 or None: off",
         Rule(
             "a positive integer below 2**31, a dict of them by data key, or two dicts of the frames before and after",
-            _parses_context,
+            parsed_by(parse_context),
         ),
     )
 
@@ -165,12 +150,13 @@ class ChunkKeys(Section):
         problems = []
         how = parse(self.chunking)
         batches = sections.get(BatchKeys)
-        if how is not None and batches is not None and batches.frame_batches:
+        has_frame_batches = batches is not None and batches.frame_batches
+        if how is not None and has_frame_batches:
             problems += problem(
                 "conflict",
                 f"chunking: expected none with frame_batches, which cuts all frames at batch_size, got {self.chunking!r}",
             )
-        if parse_context(self.context_window) is not None and batches is not None and batches.frame_batches:
+        if parse_context(self.context_window) is not None and has_frame_batches:
             problems += problem(
                 "conflict",
                 f"context_window: expected none with frame_batches, which have no sequences to put it around, got "

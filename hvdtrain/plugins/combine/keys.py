@@ -38,7 +38,7 @@ class MetaDatasetKeys(DatasetKeys):
             problems += problem("missing", "data_map: expected at least one data key, got none")
         names = ", ".join(map(str, self.datasets))
         for data_key, source in self.data_map.items():
-            pair = isinstance(source, (tuple, list)) and len(source) == 2 and all(isinstance(part, str) for part in source)
+            pair = isinstance(source, (tuple, list)) and len(source) == 2 and all(isinstance(name, str) for name in source)
             if not pair:
                 problems += problem(
                     "wrong-type", f"data_map.{data_key}: expected (name of a dataset, data key there), got {source!r}"

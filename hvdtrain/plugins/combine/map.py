@@ -33,7 +33,7 @@ class MapDataset(Mapped):
         lengths_of: computes the lengths after the function, by data key, from the dataset inside and the epoch.
         lengths_vary: whether they depend on the epoch.
         seed: of the function's `rng`, together with the epoch and the index of the sequence.
-        others: datasets that the function reads, to be closed with this one.
+        read_by_steps: further datasets, to be closed with this one.
     """
 
     is_stochastic = True
@@ -48,14 +48,15 @@ class MapDataset(Mapped):
         lengths_of: Callable[[Dataset, int], Mapping[str, Array]],
         lengths_vary: bool,
         seed: int,
-        others: Sequence[Dataset] = (),
+        read_by_steps: Sequence[Dataset] = (),
     ) -> None:
-        super().__init__(dataset, others)
+        super().__init__(dataset, read_by_steps)
         self._where = where
         self._map_seq = map_seq
         self._arguments = accepted_arguments(map_seq, ("epoch", "index", "rng"))
         self._seed = seed
-        self._epoch, self._draw = 1, 0
+        self._epoch = 1
+        self._draw = 0
         self._lengths_of = lengths_of
         self._lengths_vary = lengths_vary
         self.streams = streams
@@ -74,11 +75,8 @@ class MapDataset(Mapped):
         return changed
 
     def map(self, index: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        arguments: dict[str, Any] = {}
-        if "epoch" in self._arguments:
-            arguments["epoch"] = self._epoch
-        if "index" in self._arguments:
-            arguments["index"] = index
+        available = {"epoch": self._epoch, "index": index}
+        arguments: dict[str, Any] = {name: value for name, value in available.items() if name in self._arguments}
         if "rng" in self._arguments:
             # The same on every rank, in any order of the sequences; a RandomState, as existing configs call its methods.
             arguments["rng"] = numpy.random.RandomState([self._seed, self._epoch, index, *([self._draw] if self._draw else [])])
@@ -96,36 +94,35 @@ class MapDataset(Mapped):
         return {name: self._check_array(index, name, mapped) for name in self.streams}
 
     def how_read(self) -> str:
-        how = self._dataset.how_read()
-        return "; ".join([how, "mapped"] if how else ["mapped"])
+        return "; ".join(filter(None, [self._dataset.how_read(), "mapped"]))
 
     def _check_array(self, index: int, name: str, mapped: Mapping[str, Any]) -> Array:
         """One array, checked against its stream and against the length that batches are planned with. Raises: DataError."""
-        what = f"{self._where}.map_seq"
+        where = f"{self._where}.map_seq"
         if name not in mapped:
             raise DataError(
-                f"{what}: expected the data key {name!r}, got only {', '.join(map(repr, mapped))} for sequence {index}"
+                f"{where}: expected the data key {name!r}, got only {', '.join(map(repr, mapped))} for sequence {index}"
             )
         stream = self.streams[name]
         try:
             values = numpy.asarray(mapped[name])
         except (TypeError, ValueError, RuntimeError) as error:  # as of a tensor on a GPU, or of a type that numpy does not have
             got = f"{type(mapped[name]).__name__} for sequence {index}: {error}"
-            raise DataError(f"{what}: expected an array in {name!r}, got {got}") from None
+            raise DataError(f"{where}: expected an array in {name!r}, got {got}") from None
         if values.ndim == 0 or values.shape[1:] != stream.shape or not numpy.can_cast(values.dtype, stream.dtype, "same_kind"):
             got = f"{values.dtype} of shape {values.shape[1:]}" if values.ndim else f"the number {values}"
             raise DataError(
-                f"{what}: expected {stream.dtype} frames of shape {stream.shape} in {name!r}, got {got} for sequence {index} "
+                f"{where}: expected {stream.dtype} frames of shape {stream.shape} in {name!r}, got {got} for sequence {index} "
                 "(declare what it returns in map_outputs)"
             )
         if not holds(stream.dtype, values):
             raise DataError(
-                f"{what}: expected numbers that {stream.dtype} holds in {name!r}, got {values.dtype} from {values.min()} to "
+                f"{where}: expected numbers that {stream.dtype} holds in {name!r}, got {values.dtype} from {values.min()} to "
                 f"{values.max()} for sequence {index}"
             )
         if len(values) != self.lengths[name][index]:
             raise DataError(
-                f"{what}: expected {self.lengths[name][index]} frames in {name!r}, got {len(values)} for sequence {index} "
+                f"{where}: expected {self.lengths[name][index]} frames in {name!r}, got {len(values)} for sequence {index} "
                 "(return the new lengths from map_lengths)"
             )
         return values.astype(stream.dtype, copy=False)
@@ -179,7 +176,6 @@ def open_map(where: str, keys: MapDatasetKeys, datasets: Mapping[str, Dataset], 
 def _open_steps(
     where: str, keys: MapDatasetKeys, steps: list[Any], datasets: Mapping[str, Dataset], scanning: Scanning
 ) -> Dataset:
-    """Open a MapDataset with a list of steps. Raises: DataError."""
     dataset = datasets["dataset"]
     for name in keys.datasets:
         refuse_selection(f"{where}.datasets.{name}", datasets[name], "a step takes any of its sequences")
@@ -197,22 +193,21 @@ def _open_steps(
         return _check_lengths(where, pipeline.lengths(inside, epoch), inside.num_sequences, pipeline.streams)
 
     is_random = pipeline.has_random_lengths
-    others = [inner for name, inner in datasets.items() if name != "dataset"]
-    mapped = MapDataset(where, dataset, pipeline, pipeline.streams, lengths_of, is_random, keys.map_seed, others)
+    read_by_steps = [inner for name, inner in datasets.items() if name != "dataset"]
+    mapped = MapDataset(where, dataset, pipeline, pipeline.streams, lengths_of, is_random, keys.map_seed, read_by_steps)
     if not keys.num_workers and not any(map(callable, steps)):
         return mapped  # the package's own steps draw from their rng
     return UserDataset(where, mapped, scanning, keys.num_workers, keys.map_seed)
 
 
-def _function(what: str, function: Any) -> Callable[..., Any]:
+def _function(where: str, function: Any) -> Callable[..., Any]:
     try:
         return resolve(function) if isinstance(function, str) else function  # type: ignore[no-any-return]  # checked before
     except ImportError as error:
-        raise DataError(f"{what}: expected something that can be imported, got {error}") from error
+        raise DataError(f"{where}: expected something that can be imported, got {error}") from error
 
 
 def _check_lengths(where: str, lengths: Any, num_sequences: int, streams: Mapping[str, Stream]) -> dict[str, Array]:
-    """The lengths after map_seq, by data key."""
     if not isinstance(lengths, dict):
         raise DataError(f"{where}.map_lengths: expected a dict of lengths, got {type(lengths).__name__}")
     result = {}

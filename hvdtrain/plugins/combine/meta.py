@@ -91,13 +91,14 @@ class TagIndex:
         Raises:
             DataError: the other dataset does not have all of the tags, or has one of them twice.
         """
-        if dataset.num_sequences == len(self._tags) and self._same_order(dataset):
+        has_same_size = dataset.num_sequences == len(self._tags)
+        if has_same_size and all((block == self._tags[start : start + len(block)]).all() for start, block in tag_blocks(dataset)):
             return None
         positions = numpy.full(len(self._tags), -1, dtype=_index_type(dataset.num_sequences))
         for start, block in tag_blocks(dataset):
             here, there = self._lookup(block)
-            if len(numpy.unique(here)) < len(here) or (positions[here] >= 0).any():
-                twice = numpy.concatenate([here[positions[here] >= 0], here[_is_repeated(here)]])
+            distinct, counts = numpy.unique(here, return_counts=True)
+            if len(twice := distinct[(counts > 1) | (positions[distinct] >= 0)]):
                 raise DataError(f"{name}: expected every tag once, got {_text(self._tags[twice[0]])!r} twice")
             positions[here] = start + there
         missing = numpy.flatnonzero(positions < 0)
@@ -108,21 +109,20 @@ class TagIndex:
             )
         return positions
 
-    def _same_order(self, dataset: Dataset) -> bool:
-        return all(bool((block == self._tags[start : start + len(block)]).all()) for start, block in tag_blocks(dataset))
-
     def _lookup(self, block: Array) -> tuple[Array, Array]:
         """Which tags of the block this dataset has: positions in the dataset, and in the block."""
         wanted = hashes(block)
         by_hash = numpy.argsort(wanted, kind="stable")  # sorted, so that the search walks through the index in one direction
         places = numpy.empty(len(wanted), dtype=numpy.int64)
         places[by_hash] = numpy.searchsorted(self._hashes, wanted[by_hash])
-        here, there = [], []
+        here = []
+        there = []
         for step in range(self._run):  # one step, unless two tags have the same hash
             inside = numpy.flatnonzero(places + step < len(self._hashes))
             candidates = self._order[places[inside] + step]
             same = self._hashes[places[inside] + step] == wanted[inside]
-            inside, candidates = inside[same], candidates[same]
+            inside = inside[same]
+            candidates = candidates[same]
             same = self._tags[candidates] == block[inside]
             here.append(candidates[same])
             there.append(inside[same])
@@ -132,7 +132,8 @@ class TagIndex:
         """The largest number of tags with the same hash. Raises: DataError, if a tag occurs twice."""
         longest = 1
         while len(same := numpy.flatnonzero(self._hashes[longest:] == self._hashes[:-longest])):
-            first, second = self._order[same], self._order[same + longest]
+            first = self._order[same]
+            second = self._order[same + longest]
             for start in range(0, len(same), TAGS_AT_ONCE):
                 equal = self._tags[first[start : start + TAGS_AT_ONCE]] == self._tags[second[start : start + TAGS_AT_ONCE]]
                 if equal.any():
@@ -143,7 +144,6 @@ class TagIndex:
 
 
 def _all_tags(dataset: Dataset) -> Array:
-    """All tags as one array. The blocks are released while it is filled."""
     blocks = [block for _, block in tag_blocks(dataset)][::-1]
     width = max((block.dtype.itemsize for block in blocks), default=1)
     tags = numpy.empty(dataset.num_sequences, dtype=f"S{width}")
@@ -157,14 +157,6 @@ def _all_tags(dataset: Dataset) -> Array:
 
 def _index_type(size: int) -> type[numpy.int32] | type[numpy.int64]:
     return numpy.int32 if size <= numpy.iinfo(numpy.int32).max else numpy.int64
-
-
-def _is_repeated(numbers: Array) -> Array:
-    """A mask of the second and later occurrences of a number."""
-    _, first = numpy.unique(numbers, return_index=True)
-    again = numpy.ones(len(numbers), dtype=bool)
-    again[first] = False
-    return again
 
 
 def _text(tag: bytes) -> str:
@@ -188,10 +180,9 @@ class MetaDataset(ChangedSequences):
         control: str,
         positions: Mapping[str, Array | None],
     ) -> None:
-        names = [control, *(name for name in datasets if name != control)]
-        super().__init__(datasets[control], [datasets[name] for name in names[1:]])
+        self._names = [control, *(name for name in datasets if name != control)]
+        super().__init__(datasets[control], [datasets[name] for name in self._names[1:]])
         self._where = where
-        self._names = names
         self._positions = positions
         self._keys: dict[str, dict[str, str]] = {}
         self.streams = {key: datasets[name].streams[there] for key, (name, there) in sources.items()}
@@ -239,17 +230,17 @@ class MetaDataset(ChangedSequences):
         return {data_key: result[data_key] for data_key in self.streams}
 
     def _joined_lengths(self) -> dict[str, Array]:
-        """By data key, the lengths in the order of the control dataset."""
         lengths = {}
         for data_key, (name, there) in self._sources.items():
-            column, places = self._datasets[name].lengths[there], self._positions[name]
+            column = self._datasets[name].lengths[there]
+            places = self._positions[name]
             lengths[data_key] = column if places is None else column[places]
         return lengths
 
     def how_read(self) -> str:
         joined = [name for name, places in self._positions.items() if places is not None]
-        parts = [f"{name}: {how}" for name, dataset in self._datasets.items() if (how := dataset.how_read())]
-        return "; ".join(parts + ([f"{', '.join(joined)} joined by tag"] if joined else []))
+        ways = [f"{name}: {how}" for name, dataset in self._datasets.items() if (how := dataset.how_read())]
+        return "; ".join(ways + ([f"{', '.join(joined)} joined by tag"] if joined else []))
 
 
 def open_meta(where: str, keys: MetaDatasetKeys, datasets: Mapping[str, Dataset]) -> Dataset:
@@ -270,13 +261,13 @@ def open_meta(where: str, keys: MetaDatasetKeys, datasets: Mapping[str, Dataset]
     needed = {keys.ordered_by, *(name for name, _ in sources.values())}
     used = {name: dataset for name, dataset in datasets.items() if name in needed}
     positions: dict[str, Array | None] = {keys.ordered_by: None}
-    others = [name for name in used if name != keys.ordered_by]
-    for name in others:
+    joined = [name for name in used if name != keys.ordered_by]
+    for name in joined:
         control = f"seq_order_control_dataset, here {keys.ordered_by}, says which sequences an epoch takes"
         refuse_selection(f"{where}.datasets.{name}", used[name], control)
-    if others:
+    if joined:
         index = TagIndex(f"{where}.datasets.{keys.ordered_by}", used[keys.ordered_by])
-        positions |= {name: index.positions_in(f"{where}.datasets.{name}", used[name]) for name in others}
+        positions |= {name: index.positions_in(f"{where}.datasets.{name}", used[name]) for name in joined}
     for name, dataset in datasets.items():
         if name not in used:
             dataset.close()

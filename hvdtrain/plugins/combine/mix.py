@@ -81,15 +81,18 @@ class WeightedMix:
         return order_mixed(lengths, keys, epoch, self, subset)
 
     def shares(self, lengths: Array, subset: Array) -> str:
-        parts = mixed_parts(self, lengths, subset)
-        total = sum(part.quota for part in parts)
-        shares = [f"{part.quota} of {part.name} ({part.quota / total:.1%}, {part.passes:.3g} times all)" for part in parts]
+        datasets = mixed_datasets(self, lengths, subset)
+        total = sum(dataset.quota for dataset in datasets)
+        shares = [
+            f"{dataset.quota} of {dataset.name} ({dataset.quota / total:.1%}, {dataset.passes:.3g} times all)"
+            for dataset in datasets
+        ]
         return f"{self.by} in a full epoch: {total}: {', '.join(shares)}"
 
 
 @dataclass(frozen=True)
-class MixedPart:
-    """What an epoch takes of a part.
+class MixedDataset:
+    """What an epoch takes of a dataset.
 
     Attributes:
         members: the indices of its sequences in use; int64.
@@ -108,17 +111,18 @@ class MixedPart:
         return self.quota / int(self.costs.sum())
 
 
-def mixed_parts(mix: WeightedMix, lengths: Array, subset: Array | None) -> list[MixedPart]:
-    """What an epoch takes of every part.
+def mixed_datasets(mix: WeightedMix, lengths: Array, subset: Array | None) -> list[MixedDataset]:
+    """What an epoch takes of every dataset.
 
     Args:
         lengths: number of frames of every sequence.
         subset: indices of the sequences in use, ascending; None: all of them.
 
     Raises:
-        DataError: no sequence of a part is in use, or an epoch has none.
+        DataError: no sequence of one is in use, or an epoch has none.
     """
-    members, costs = [], []
+    members = []
+    costs = []
     for name, (first, end) in mix.bounds.items():
         within = numpy.arange(first, end) if subset is None else subset[(subset >= first) & (subset < end)]
         if not len(within):
@@ -127,7 +131,7 @@ def mixed_parts(mix: WeightedMix, lengths: Array, subset: Array | None) -> list[
         frames = numpy.maximum(lengths[within], 1).astype(numpy.int64)  # one without frames takes a place, too
         costs.append(frames if mix.by == "frames" else numpy.ones(len(within), dtype=numpy.int64))
     quotas = _quotas(mix, [int(column.sum()) for column in costs])
-    return [MixedPart(*fields) for fields in zip(mix.bounds, members, costs, quotas, strict=True)]
+    return [MixedDataset(*fields) for fields in zip(mix.bounds, members, costs, quotas, strict=True)]
 
 
 def _quotas(mix: WeightedMix, sizes: list[int]) -> list[int]:
@@ -138,13 +142,10 @@ def _quotas(mix: WeightedMix, sizes: list[int]) -> list[int]:
     if isinstance(mix.stop, int):
         quotas = apportion(shares, mix.stop)
     else:
-        select, bound = (min, min) if mix.stop == "first" else (max, max)
-        whole = select(Fraction(size) / share for size, share in zip(sizes, shares, strict=True))
-        # The part that ends the epoch is used exactly once; rounding must not take more or less of another one than there is.
-        quotas = [
-            bound(round(whole * share), size) if whole * share != size else size
-            for size, share in zip(sizes, shares, strict=True)
-        ]
+        bound = min if mix.stop == "first" else max
+        whole = bound(Fraction(size) / share for size, share in zip(sizes, shares, strict=True))
+        # The one that ends the epoch is used exactly once; rounding must not take more or less of another one than there is.
+        quotas = [bound(round(whole * share), size) for size, share in zip(sizes, shares, strict=True)]
     for name, quota in zip(mix.bounds, quotas, strict=True):
         if quota < 1:
             raise DataError(
@@ -169,23 +170,25 @@ def apportion(shares: list[Fraction], total: int) -> list[int]:
 
 
 Passes = Callable[[int, int, range], Array]
-"""Given the number of a part, its number of sequences and the numbers of passes: their orders, of shape (passes, sequences)."""
+"""Given the number of a dataset, its size and the numbers of passes: their orders, of shape (passes, sequences)."""
 
 
-def mix_epoch(parts: list[MixedPart], full_epoch: int, passes: Passes) -> Array:
+def mix_epoch(datasets: list[MixedDataset], full_epoch: int, passes: Passes) -> Array:
     """The indices of the sequences of a full epoch (counted from 1), in an even mix; int64."""
-    drawn, places = [], []
-    for number, part in enumerate(parts):
-        begin, end = (full_epoch - 1) * part.quota, full_epoch * part.quota
-        size = int(part.costs.sum())
+    drawn = []
+    places = []
+    for number, dataset in enumerate(datasets):
+        end = full_epoch * dataset.quota
+        begin = end - dataset.quota
+        size = int(dataset.costs.sum())
         some = range(begin // size, (end - 1) // size + 1)
-        order = passes(number, len(part.members), some).reshape(-1)
-        costs = part.costs[order]
+        order = passes(number, len(dataset.members), some).reshape(-1)
+        costs = dataset.costs[order]
         # The middle of a sequence decides on the epoch that it belongs to, and on its place there; twice of it is an integer.
         middles = 2 * (some.start * size + numpy.cumsum(costs)) - costs
         here = (middles >= 2 * begin) & (middles < 2 * end)
-        drawn.append(part.members[order[here]])
-        places.append((middles[here] - 2 * begin) / (2 * part.quota))
+        drawn.append(dataset.members[order[here]])
+        places.append((middles[here] - 2 * begin) / (2 * dataset.quota))
     return numpy.concatenate(drawn)[numpy.argsort(numpy.concatenate(places), kind="stable")]
 
 
@@ -200,11 +203,11 @@ def order_mixed(lengths: Array, keys: OrderKeys, epoch: int, mix: WeightedMix, s
         got = method.name if method.name not in MIXED else "partition_by = 'files'"
         raise DataError(f"{mix.where}.seq_ordering: expected one of {', '.join(MIXED)} for a MixingDataset, got {got}")
 
-    def passes(part: int, size: int, numbers: range) -> Array:
-        seed = [keys.random_seed_offset, part] if keys.fixed_random_seed is None else [keys.fixed_random_seed, part]
+    def passes(dataset: int, size: int, numbers: range) -> Array:
+        seed = [keys.random_seed_offset, dataset] if keys.fixed_random_seed is None else [keys.fixed_random_seed, dataset]
         return _pass_orders(size, numbers, method, seed, keys.fixed_random_seed is not None)
 
-    mixed = mix_epoch(mixed_parts(mix, lengths, subset), full_epoch(keys, epoch), passes)
+    mixed = mix_epoch(mixed_datasets(mix, lengths, subset), full_epoch(keys, epoch), passes)
     if method.name == "laplace":
         mixed = mixed[laplace(sorting_integers(lengths[mixed]), numpy.arange(len(mixed)), num_bins(method, len(mixed)))]
     elif method.name not in ("random", "random_blocks"):
@@ -214,11 +217,7 @@ def order_mixed(lengths: Array, keys: OrderKeys, epoch: int, mix: WeightedMix, s
 
 
 def _pass_orders(size: int, numbers: range, method: Method, seed: list[int], is_fixed: bool) -> Array:
-    """The orders of some passes through a part of a mix, int64 of shape (passes, size).
-
-    Args:
-        is_fixed: whether all passes have the same order.
-    """
+    """The orders of some passes through a dataset of a mix, int64 of shape (passes, size); `is_fixed`: all have the same."""
     if not method.is_random:
         return numpy.tile(numpy.arange(size), (len(numbers), 1))
     drawn = numpy.array([0 if is_fixed else number // method.keep for number in numbers])

@@ -45,11 +45,11 @@ class Step(ABC):
     Attributes:
         key: the data key that it changes.
         has_random_lengths: whether the new lengths depend on the epoch.
-        has_found_lengths: whether the new lengths are only known from reading.
+        has_unknown_lengths: whether the new lengths are only known from reading.
     """
 
     has_random_lengths = False
-    has_found_lengths = False
+    has_unknown_lengths = False
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -95,7 +95,7 @@ class Pipeline:
         self._seed = seed
         self._call = call
         self._steps = [resolve(step.opener)(step, datasets) if isinstance(step, StepKeys) else step for step in steps]
-        self._lengths_found: dict[int, Array] = {}
+        self._measured: dict[int, Array] = {}
         streams = dict(dataset.streams)
         for number, step in enumerate(self._steps):
             if isinstance(step, Step):
@@ -108,8 +108,8 @@ class Pipeline:
         self.streams: Streams = streams
         self.has_random_lengths = any(isinstance(step, Step) and step.has_random_lengths for step in self._steps)
         for number, step in enumerate(self._steps):
-            if isinstance(step, Step) and step.has_found_lengths:
-                self._lengths_found[number] = self._find(number, step, steps[number], scanning)
+            if isinstance(step, Step) and step.has_unknown_lengths:
+                self._measured[number] = self._find(number, step, steps[number], scanning)
 
     def __call__(self, arrays: Arrays, *, epoch: int, index: int, rng: numpy.random.RandomState) -> dict[str, Array]:
         return self._apply(arrays, Draw(self._seed, epoch, index, rng), self._steps)
@@ -119,8 +119,8 @@ class Pipeline:
         lengths = dict(inside.lengths)
         for number, step in enumerate(self._steps):
             if isinstance(step, Step):
-                lengths_found = self._lengths_found.get(number)
-                lengths[step.key] = step.lengths(lengths[step.key], self._seed, epoch) if lengths_found is None else lengths_found
+                measured = self._measured.get(number)
+                lengths[step.key] = step.lengths(lengths[step.key], self._seed, epoch) if measured is None else measured
         return lengths
 
     def _apply(self, arrays: Arrays, draw: Draw, steps: Sequence[Step | Callable[..., Any]]) -> dict[str, Array]:
@@ -135,7 +135,6 @@ class Pipeline:
     def _find(self, number: int, step: Step, keys: Any, scanning: Scanning) -> Array:
         """The lengths after a step that are only known from reading. Raises: DataError."""
         dataset = self._dataset
-
         earlier = self._steps[:number]
         if all(isinstance(each, Step) for each in earlier):  # functions may use all data keys, steps only change their own
             earlier = [each for each in earlier if isinstance(each, Step) and each.key == step.key]
@@ -148,9 +147,9 @@ class Pipeline:
         some = [str(dataset.sequence(index)[step.key]) for index in {0, dataset.num_sequences - 1}]
         sums = {key: zlib.crc32(column.tobytes()) for key, column in dataset.lengths.items()}
         before = [fingerprint_of(member) for member in self._steps[:number] if not isinstance(member, Step)]
-        identity = f"tokens {tags} {sums} {some} {before} {fingerprint_of(asdict(keys))}"
-        where, size = f"{self._where}.{number}", dataset.num_sequences
-        lengths_by_key = find_lengths(where, lambda: identity, [step.key], size, measure, scanning).lengths
+        fingerprint = f"tokens {tags} {sums} {some} {before} {fingerprint_of(asdict(keys))}"
+        where = f"{self._where}.{number}"
+        lengths_by_key = find_lengths(where, lambda: fingerprint, [step.key], dataset.num_sequences, measure, scanning).lengths
         if broken := measure_broken(lengths_by_key, measure):
             raise BrokenSequence(broken[0])
         return lengths_by_key[step.key]

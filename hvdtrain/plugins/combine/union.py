@@ -82,23 +82,23 @@ class UnionDataset(JoinedDataset):
         where it ends.
         """
         selected = [dataset.selected(full_epoch) for dataset in self._inside]
-        if self.mix is not None and any(of_one is not None for of_one in selected):
+        if self.mix is not None and any(indices is not None for indices in selected):
             raise DataError(
                 f"{self._where}: expected datasets that select the same sequences in every epoch, to mix them, got others"
             )
         if self._sampling_sizes is not None:
-            if any(of_one is not None for of_one in selected):
+            if any(indices is not None for indices in selected):
                 raise DataError(f"{self._where}: expected sampling_sizes here or in a dataset inside, got both")
             sizes = zip(self._sampling_sizes, self._inside, strict=True)
             selected = [
                 (numpy.arange(size, dtype=numpy.int64) + (full_epoch - 1) * size) % dataset.num_sequences
                 for size, dataset in sizes
             ]
-        elif all(of_one is None for of_one in selected):
+        elif all(indices is None for indices in selected):
             return None
         bounds = pairwise(self._first.tolist())
-        parts = zip(selected, bounds, strict=True)
-        return numpy.concatenate([numpy.arange(*bound) if some is None else bound[0] + some for some, bound in parts])
+        of_datasets = zip(selected, bounds, strict=True)
+        return numpy.concatenate([numpy.arange(*bound) if some is None else bound[0] + some for some, bound in of_datasets])
 
     def sequences(self, indices: Sequence[int]) -> list[dict[str, Array]]:
         """Each dataset reads its sequences at once."""
@@ -125,14 +125,14 @@ class UnionDataset(JoinedDataset):
         is_slow = is_spread or not all(are_short(stream, lengths[name]) for name, stream in self.streams.items())
         if self.collate is not None or (is_slow and not self.reads_batches):
             return super().packed(indices, keys)
-        parts = []
+        pieces = []
         for number, rows, inside in split(indices, self._first):
             dataset = self._inside[number]
             there = self._keys[number]
             packed = [there[name] for name in keys if name in there]
             batch = dataset.packed(inside, packed) if packed else dataset.padded(inside)
-            parts.append((rows, {name: batch[source] for name, source in there.items() if source in batch}))
-        return merge_batches(self.streams, lengths, keys, parts)
+            pieces.append((rows, {name: batch[source] for name, source in there.items() if source in batch}))
+        return merge_batches(self.streams, lengths, keys, pieces)
 
     def how_read(self) -> str:
         sizes = ", ".join(str(dataset.num_sequences) for dataset in self._inside)
@@ -188,7 +188,7 @@ def merge_batches(
     streams: Mapping[str, Stream],
     lengths: Mapping[str, Array],
     packed: Collection[str],
-    parts: Sequence[tuple[Array, Mapping[str, Padded]]],
+    pieces: Sequence[tuple[Array, Mapping[str, Padded]]],
 ) -> dict[str, Padded]:
     """One batch made of several, each given with its rows in the whole. Rows are empty in data keys missing from their part.
 
@@ -201,9 +201,9 @@ def merge_batches(
     """
     batch: dict[str, Padded] = {}
     for name, stream in streams.items():
-        parts_with_key = [(rows, batch_there[name]) for rows, batch_there in parts if name in batch_there]
+        pieces_with_key = [(rows, batch_there[name]) for rows, batch_there in pieces if name in batch_there]
         seq_lens = numpy.zeros_like(lengths[name])  # not those that were planned: a dataset that returns others is to be noticed
-        for rows, some in parts_with_key:
+        for rows, some in pieces_with_key:
             if len(some.seq_lens) == len(rows):
                 seq_lens[rows] = some.seq_lens
             if name in packed:
@@ -216,11 +216,11 @@ def merge_batches(
                     f"data key {name!r}: expected {stream.dtype} of shape {(*frames, *stream.shape)} for {len(rows)} sequences, "
                     f"got {some.values.dtype} of shape {some.values.shape} with {len(some.seq_lens)} lengths"
                 )
-        longest = max((some.values.shape[1] for _, some in parts_with_key), default=0) if name not in packed else 0
+        longest = max((some.values.shape[1] for _, some in pieces_with_key), default=0) if name not in packed else 0
         shape = (int(seq_lens.sum(dtype=numpy.int64)),) if name in packed else (len(seq_lens), longest)
         values = numpy.full((*shape, *stream.shape), "" if stream.dtype.kind in "OU" else 0, stream.dtype)
         starts = seq_lens.cumsum(dtype=numpy.int64) - seq_lens
-        for rows, some in parts_with_key:
+        for rows, some in pieces_with_key:
             if name in packed:
                 values[frame_places(starts[rows], some.seq_lens)] = some.values
             else:

@@ -12,7 +12,8 @@ import torch
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.learner.compression import GradientCompressor
 
-ERRORS, FACTORS = "power_sgd.error.", "power_sgd.factor."
+ERRORS = "power_sgd.error."
+FACTORS = "power_sgd.factor."
 """Prefixes of the kept tensors' names, before a message's name: errors not sent yet, and the right factors of the last update."""
 
 
@@ -24,7 +25,7 @@ class Pending:
         tensors: this rank's; those that are sent as they are become the reduced ones.
         matrices: this rank's matrices to reduce, by the number of the tensor; shape (rows, columns).
         factors: the right factors they were multiplied by; shape (columns, rank).
-        left: this rank's left factors; once they are reduced, orthonormal ones; shape (rows, rank).
+        left_factors: this rank's; once they are reduced, orthonormal ones; shape (rows, rank).
         totals: the reduced right factors; None: they have not arrived.
     """
 
@@ -32,16 +33,16 @@ class Pending:
     tensors: list[torch.Tensor]
     matrices: dict[int, torch.Tensor]
     factors: list[torch.Tensor]
-    left: list[torch.Tensor]
+    left_factors: list[torch.Tensor]
     totals: list[torch.Tensor] | None = None
 
     @property
-    def others(self) -> list[int]:
+    def unfactored(self) -> list[int]:
         """The numbers of the tensors that are sent as they are."""
         return [number for number in range(len(self.tensors)) if number not in self.matrices]
 
     def first_message(self) -> list[torch.Tensor]:
-        return [*self.left, *(self.tensors[number] for number in self.others)]
+        return [*self.left_factors, *(self.tensors[number] for number in self.unfactored)]
 
 
 class PowerSGD(GradientCompressor):
@@ -82,11 +83,11 @@ class PowerSGD(GradientCompressor):
         flat = [tensors[number].reshape(len(tensors[number]), -1) for number in numbers]
         errors, factors = self._memory(name, flat)
         matrices = [gradient + error for gradient, error in zip(flat, errors, strict=True)]
-        left = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
-        pending = Pending(name, list(tensors), dict(zip(numbers, matrices, strict=True)), factors, left)
+        left_factors = [matrix @ factor for matrix, factor in zip(matrices, factors, strict=True)]
+        pending = Pending(name, list(tensors), dict(zip(numbers, matrices, strict=True)), factors, left_factors)
         self._waiting.append(pending)
         size = sum(tensor.numel() * tensor.element_size() for bucket in self._waiting for tensor in bucket.first_message())
-        if size >= self._comm.bucket_bytes(on_gpu=left[0].device.type != "cpu"):
+        if size >= self._comm.bucket_bytes(on_gpu=left_factors[0].device.type != "cpu"):
             self._send_first(op)
         return op, pending
 
@@ -102,40 +103,37 @@ class PowerSGD(GradientCompressor):
             buckets, started = self._second.pop(0)
             arrived = iter(super().finish(started))
             for bucket in buckets:
-                bucket.totals = [next(arrived) for _ in bucket.left]
+                bucket.totals = [next(arrived) for _ in bucket.left_factors]
         self._shared[FACTORS + pending.name] = [
             torch.where(total.isfinite().all(), total, before)
             for total, before in zip(pending.totals, pending.factors, strict=True)
         ]
         reduced: list[torch.Tensor] = pending.tensors
-        for number, left, total in zip(pending.matrices, pending.left, pending.totals, strict=True):
-            reduced[number] = (left @ total.T).reshape(reduced[number].shape)
+        for number, left_factors, total in zip(pending.matrices, pending.left_factors, pending.totals, strict=True):
+            reduced[number] = (left_factors @ total.T).reshape(reduced[number].shape)
         return reduced
 
     def _send_first(self, op: Op) -> None:
         """Collective. Send the left factors of the buckets that wait, and their other tensors."""
-        buckets, self._waiting = self._waiting, []
+        buckets = self._waiting
+        self._waiting = []
         if buckets:
             message = [tensor for bucket in buckets for tensor in bucket.first_message()]
             self._first.append((buckets, super().start(message, op, name=buckets[0].name)))
 
     def _send_second(self, buckets: list[Pending], reduced: list[torch.Tensor], op: Op) -> None:
-        """Collective. Make the left factors of the buckets of a message orthonormal, and send the right factors.
-
-        Args:
-            reduced: what has arrived of the first message.
-        """
+        """Collective. Make the left factors that have arrived orthonormal, and send the right ones."""
         arrived = iter(reduced)
         message: list[torch.Tensor] = []
         for bucket in buckets:
-            bucket.left = [torch.linalg.qr(next(arrived)).Q for _ in bucket.left]
-            for number in bucket.others:
+            bucket.left_factors = [torch.linalg.qr(next(arrived)).Q for _ in bucket.left_factors]
+            for number in bucket.unfactored:
                 bucket.tensors[number] = next(arrived)
             matrices = list(bucket.matrices.values())
-            right = [matrix.T @ left for matrix, left in zip(matrices, bucket.left, strict=True)]
+            right = [matrix.T @ left_factors for matrix, left_factors in zip(matrices, bucket.left_factors, strict=True)]
             # A non-finite update is not applied, so no part of it may come back later.
-            triples = zip(matrices, bucket.left, right, strict=True)
-            errors = [(matrix - left @ total.T).nan_to_num(0.0, 0.0, 0.0) for matrix, left, total in triples]
+            triples = zip(matrices, bucket.left_factors, right, strict=True)
+            errors = [(matrix - left_factors @ total.T).nan_to_num(0.0, 0.0, 0.0) for matrix, left_factors, total in triples]
             self._own[ERRORS + bucket.name] = errors
             message += right
         self._second.append((buckets, super().start(message, op, name=f"{buckets[0].name}.right")))
@@ -149,7 +147,8 @@ class PowerSGD(GradientCompressor):
 
     def _memory(self, name: str, matrices: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The errors and the right factors of the last update; before the first update, zeros and random numbers."""
-        errors, factors = self._own.get(ERRORS + name, []), self._shared.get(FACTORS + name, [])
+        errors = self._own.get(ERRORS + name, [])
+        factors = self._shared.get(FACTORS + name, [])
         if [matrix.shape for matrix in errors] != [matrix.shape for matrix in matrices]:
             errors = [torch.zeros_like(matrix) for matrix in matrices]
         shapes = [(matrix.shape[1], self._rank) for matrix in matrices]

@@ -12,10 +12,11 @@ from torch.nn.functional import pad
 from hvdtrain.comm.base import Communicator, Op
 from hvdtrain.learner.compression import GradientCompressor
 
-BLOCK = 64
+PER_SCALE = 64
 """The number of elements with a common scale."""
 
-OWN_ERRORS, SHARE_ERRORS = "quantized.own.", "quantized.share."
+OWN_ERRORS = "quantized.own."
+SHARE_ERRORS = "quantized.share."
 """Prefixes of the kept tensors' names, before a message's name: what this rank has not sent yet of its own values, and of the
 average of its share."""
 
@@ -27,7 +28,7 @@ class Pending:
     Attributes:
         numbers: the numbers of the tensors that are sent in few bits.
         started: the handle of the shares.
-        others: the handle of the other tensors.
+        exact: the handle of the other tensors.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Pending:
     tensors: list[torch.Tensor]
     numbers: list[int]
     started: Any
-    others: Any
+    exact: Any
 
 
 class Quantized(GradientCompressor):
@@ -71,14 +72,14 @@ class Quantized(GradientCompressor):
         if not numbers:
             return super().start(tensors, op, name=name, owners=owners, exact=exact)
         values = torch.cat([tensors[number].reshape(-1) for number in numbers])
-        values = pad(values, (0, -len(values) % (self._comm.size * BLOCK))).view(self._comm.size, -1)
+        values = pad(values, (0, -len(values) % (self._comm.size * PER_SCALE))).view(self._comm.size, -1)
         encoded = self._encode(values, OWN_ERRORS + name)
         before = self._comm.sent
         started = self._comm.all_to_all(encoded, name=f"{name}.shares")
         self.sent += self._comm.sent - before
         rest = [tensor for tensor, narrow in zip(tensors, is_narrow, strict=True) if not narrow]
-        others = super().start(rest, op, name=f"{name}.exact") if rest else None
-        return Pending(name, op, list(tensors), numbers, started, others)
+        exact_handle = super().start(rest, op, name=f"{name}.exact") if rest else None
+        return Pending(name, op, list(tensors), numbers, started, exact_handle)
 
     def finish(self, handle: Any) -> list[torch.Tensor]:
         if not isinstance(handle, Pending):
@@ -94,9 +95,9 @@ class Quantized(GradientCompressor):
         pieces = torch.split(decode(gathered, self._bits).view(-1)[: sum(sizes)], sizes)
         for number, piece in zip(handle.numbers, pieces, strict=True):
             reduced[number] = piece.view(handle.tensors[number].shape)
-        if handle.others is not None:
-            exact = iter(super().finish(handle.others))
-            reduced = [tensor if number in handle.numbers else next(exact) for number, tensor in enumerate(reduced)]
+        if handle.exact is not None:
+            exact_tensors = iter(super().finish(handle.exact))
+            reduced = [tensor if number in handle.numbers else next(exact_tensors) for number, tensor in enumerate(reduced)]
         return reduced
 
     def _encode(self, values: torch.Tensor, name: str) -> torch.Tensor:
@@ -115,9 +116,9 @@ def encode(values: torch.Tensor, bits: int) -> torch.Tensor:
     remains so.
 
     Args:
-        values: shape (rows, multiple of `BLOCK`).
+        values: shape (rows, multiple of `PER_SCALE`).
     """
-    blocks = values.view(len(values), -1, BLOCK)
+    blocks = values.view(len(values), -1, PER_SCALE)
     # With two bits, the largest element would make the levels too coarse for all others.
     scales = blocks.square().mean(2).sqrt() if bits == 2 else blocks.abs().amax(2) / (zero_code(bits) - 1)
     scales = scales.masked_fill(scales == 0, 1.0).unsqueeze(2)
@@ -126,19 +127,19 @@ def encode(values: torch.Tensor, bits: int) -> torch.Tensor:
     levels = codes - zero_code(bits)
     squares = levels.square().sum(2)
     scales = (blocks * levels).sum(2) / squares.masked_fill(squares == 0, 1.0)
-    parts = codes.to(torch.uint8).view(len(values), -1, 8 // bits)
-    packed = torch.zeros_like(parts[:, :, 0])
+    codes_by_byte = codes.to(torch.uint8).view(len(values), -1, 8 // bits)
+    packed = torch.zeros_like(codes_by_byte[:, :, 0])
     for place in range(8 // bits):
-        packed |= parts[:, :, place] << (place * bits)
+        packed |= codes_by_byte[:, :, place] << (place * bits)
     return torch.cat([packed, scales.to(torch.bfloat16).view(torch.uint8)], 1)
 
 
 def decode(encoded: torch.Tensor, bits: int) -> torch.Tensor:
     """Rows of float32 values from rows of bytes."""
-    num_blocks = encoded.shape[1] // (BLOCK * bits // 8 + 2)
-    packed, scales = torch.split(encoded, [num_blocks * BLOCK * bits // 8, 2 * num_blocks], 1)
-    parts = [packed >> (place * bits) & ((1 << bits) - 1) for place in range(8 // bits)]
-    levels = torch.stack(parts, 2).view(len(encoded), num_blocks, BLOCK).float() - zero_code(bits)
+    num_blocks = encoded.shape[1] // (PER_SCALE * bits // 8 + 2)
+    packed, scales = torch.split(encoded, [num_blocks * PER_SCALE * bits // 8, 2 * num_blocks], 1)
+    codes = [packed >> (place * bits) & ((1 << bits) - 1) for place in range(8 // bits)]
+    levels = torch.stack(codes, 2).view(len(encoded), num_blocks, PER_SCALE).float() - zero_code(bits)
     values: torch.Tensor = levels * scales.contiguous().view(torch.bfloat16).float().unsqueeze(2)
     return values.view(len(encoded), -1)
 

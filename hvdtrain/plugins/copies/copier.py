@@ -13,9 +13,9 @@ from hvdtrain.config.keys import Sections
 from hvdtrain.data.files import parse_size, size_text
 from hvdtrain.data.remote import Copier, url_problems, without_query
 from hvdtrain.errors import Problem, problem
+from hvdtrain.plugins.copies import CopyKeys
 from hvdtrain.plugins.copies.folder import Copies, CopyFolder, copy_files
 from hvdtrain.plugins.copies.heartbeat import run_with_heartbeat
-from hvdtrain.plugins.copies.keys import CopyKeys
 from hvdtrain.runtime import log
 from hvdtrain.runtime.watchdog import Watchdog
 from hvdtrain.settings import Settings
@@ -97,7 +97,8 @@ def copy_lines(folder: str, everywhere: Sequence[Copies]) -> list[tuple[int, str
         hosts = {f"{len(hosts)} hosts": list(everywhere)}
     lines = []
     for name, ranks in hosts.items():
-        num_new, new_size = sum(report.num_new for report in ranks), sum(report.new_size for report in ranks)
+        num_new = sum(report.num_new for report in ranks)
+        new_size = sum(report.new_size for report in ranks)
         seconds = max(report.seconds for report in ranks)
         number, size = max((report.number, report.size) for report in ranks)
         copied = f"{number} files ({size_text(size)}) are read from copies in {folder}"

@@ -108,7 +108,8 @@ class CopyFolder:
                     partial = self._begin(name, size)
                 if partial is not None:
                     break
-                progress(self._bytes_written(name))
+                with suppress(FileNotFoundError):  # the other process has just finished it
+                    progress((self._folder / f"{PARTIAL}{name}").stat().st_blocks * 512)
                 time.sleep(PAUSE)
             try:
                 source.transfer(partial, size, version, progress)
@@ -182,7 +183,6 @@ class CopyFolder:
             missing -= bytes_of
 
     def _names_in_use(self) -> set[str]:
-        """Under the folder's lock: the names of the copies that running processes use."""
         used: set[str] = set()
         for path in self._folder.glob("process-*"):
             if is_unlocked(path):
@@ -190,13 +190,6 @@ class CopyFolder:
             else:
                 used.update(os.fsdecode(path.read_bytes()).split("\0"))
         return used
-
-    def _bytes_written(self, name: str) -> int:
-        """The number of bytes of a copy that another process has written so far."""
-        try:
-            return (self._folder / f"{PARTIAL}{name}").stat().st_blocks * 512
-        except FileNotFoundError:
-            return 0
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:

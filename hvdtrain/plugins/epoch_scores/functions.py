@@ -81,21 +81,21 @@ class EpochScores(Scoring):
         if self._functions is None:
             self.prepare(None)
         means = scores.means()
-        own_scores: dict[str, float] = {}
+        computed: dict[str, float] = {}
         for of_ranks in self._of_ranks:
             returned = of_ranks(dataset, means)
             if not isinstance(returned, Mapping):
                 raise ConfigError.of(
                     "wrong-result", f"epoch_scores: expected of_ranks to return a dict of scores by name, got {returned!r:.60}"
                 )
-            own_scores |= {name: _number(name, value) for name, value in returned.items()}
+            computed |= {name: _number(name, value) for name, value in returned.items()}
         if self._functions and scores.counts():
-            own_scores |= on_rank_zero(comm, partial(self._of_functions, scores, dataset), name="epoch_scores")
-        if not own_scores:
+            computed |= on_rank_zero(comm, partial(self._of_functions, scores, dataset), name="epoch_scores")
+        if not computed:
             return means
-        if both := sorted(own_scores.keys() & means.keys()):
+        if both := sorted(computed.keys() & means.keys()):
             raise ConfigError.of("duplicate", f"epoch_scores: expected names that no loss has, got {', '.join(both)}")
-        return dict(sorted({**means, **own_scores}.items()))
+        return dict(sorted({**means, **computed}.items()))
 
     def _of_functions(self, scores: Scores, dataset: str) -> dict[str, float]:
         import numpy  # here, as --help imports this file
@@ -115,7 +115,9 @@ class EpochScores(Scoring):
                 log.warning(f"{dataset}: epoch_scores.{name} has no value: {type(error).__name__}: {error}")
                 computed[name] = nan
                 continue
-            several = {f"{name}_{part}": value for part, value in result.items()} if hasattr(result, "items") else {name: result}
+            several = (
+                {f"{name}_{suffix}": value for suffix, value in result.items()} if hasattr(result, "items") else {name: result}
+            )
             computed.update({name: _number(name, value) for name, value in several.items()})
         return computed
 

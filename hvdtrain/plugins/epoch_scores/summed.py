@@ -68,7 +68,7 @@ def is_metric(value: Any) -> bool:
 
 def _problem(metric: Any) -> str | None:
     """What of a metric is no sum over batches, in words; None: nothing."""
-    within = [type(part).__name__ for part in metric.modules() if part is not metric and is_metric(part)]
+    within = [type(module).__name__ for module in metric.modules() if module is not metric and is_metric(module)]
     if within:  # a metric within a wrapper has sums of its own
         return f"{within[0]} within"
     if not hasattr(metric, "_reductions"):
@@ -84,7 +84,7 @@ def open_scores(metrics: Mapping[str, Any], device: torch.device) -> dict[str, A
     scores: dict[str, Any] = {}
     for name, value in metrics.items():
         is_collection = is_metric(value) and isinstance(value, torch.nn.ModuleDict)
-        members = {f"{name}_{part}": metric for part, metric in value.items()} if is_collection else {name: value}
+        members = {f"{name}_{member}": metric for member, metric in value.items()} if is_collection else {name: value}
         if both := sorted(scores.keys() & members.keys()):
             raise ConfigError.of("duplicate", f"epoch_scores: expected different names, got {', '.join(both)} twice")
         scores |= members

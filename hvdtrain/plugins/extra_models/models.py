@@ -68,7 +68,6 @@ def make_extra_models(
 
 
 def _load(model: torch.nn.Module, file: Path, where: str) -> None:
-    """Load all parameters and buffers. Raises: CheckpointError."""
     contents = read_file(file, torch.device("cpu"))
     inner = contents.get("model")
     state = inner if isinstance(inner, dict) else contents

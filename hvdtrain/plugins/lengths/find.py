@@ -15,7 +15,7 @@ from hvdtrain.data.dataset import Scanning
 from hvdtrain.data.formats.found import ROWS_AT_ONCE, Counted, FoundLengths, LengthFinder, Measure, count_rows, join_counts
 from hvdtrain.plugins.lengths import LengthKeys
 from hvdtrain.plugins.lengths.fingerprint import fingerprint_of
-from hvdtrain.plugins.lengths.index import IndexFile, Kept
+from hvdtrain.plugins.lengths.index import IndexFile, Stored
 
 if TYPE_CHECKING:
     from hvdtrain.settings import Settings
@@ -58,10 +58,10 @@ def find_lengths(
             if quickly:
                 return FoundLengths(*join_counts(counted), None)
 
-        def make() -> Kept:
-            left = blocks[len(counted) :]
+        def make() -> Stored:
+            remaining = blocks[len(counted) :]
             processes = scanning.processes_alone if scanning.folder is not None else scanning.processes
-            lengths, largest = join_counts([*counted, *_in_processes(processes, count, left, advance)])
+            lengths, largest = join_counts([*counted, *_in_processes(processes, count, remaining, advance)])
             return largest, lengths
 
         file = IndexFile(scanning.folder, fingerprint() if scanning.folder is not None else "")
@@ -72,7 +72,6 @@ def find_lengths(
 def _in_processes(
     number: int, count: Callable[[range], Counted], blocks: Sequence[range], advance: Callable[[int], None]
 ) -> list[Counted]:
-    """The counts of the blocks, made by several processes if that may be faster."""
     counted: list[Counted] = []
     if number == 1 or len(blocks) < 2:
         for block in blocks:

@@ -66,7 +66,7 @@ class _Walk:
     """One walk through a value. An object that contains itself, or comes again, is not entered again."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, str]] = {}
+        self._texts: dict[int, tuple[Any, str]] = {}
         self._names_files = True
 
     def text(self, value: Any) -> str:
@@ -79,8 +79,8 @@ class _Walk:
                 if about is not None and (stat.S_ISREG(about.st_mode) or os.sep in str(value)):
                     return f"{os.path.abspath(value)!r} ({about.st_size} bytes, {about.st_mtime_ns})"
             return repr(str(value))
-        if id(value) not in self._known:
-            self._known[id(value)] = value, "..."  # it contains itself
+        if id(value) not in self._texts:
+            self._texts[id(value)] = value, "..."  # it contains itself
             outside = self._names_files
             self._names_files = outside and not (isinstance(value, (Mapping, *MEMBERS)) and len(value) > LONG)
             try:
@@ -90,8 +90,8 @@ class _Walk:
             self._names_files = outside
             if len(text) > LONG:
                 text = f"{text[:60]}... {hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()}"
-            self._known[id(value)] = value, text
-        return self._known[id(value)][1]
+            self._texts[id(value)] = value, text
+        return self._texts[id(value)][1]
 
     def _compound(self, value: Any) -> str:
         if isinstance(value, Mapping):
@@ -147,12 +147,13 @@ class _Walk:
             # A __repr__ that its class defines may show the order of a set.
             named = "" if isinstance(kind.__repr__, FunctionType) else _without_addresses(value)
             return f"{self.text(kind)} {named} {self.text(getattr(value, '__dict__', {}))}"
-        made_of = list(reduced[1:]) if isinstance(reduced, tuple) else [reduced]
-        if kind.__module__.startswith("datasets.") and len(made_of) > 1 and isinstance(made_of[1], dict):
-            made_of[1] = {name: member for name, member in made_of[1].items() if not name.endswith("hffs_cache")}  # by process
-        iterators = (2, 3)  # over members; what follows may be a function
-        parts = [list(part) if number in iterators and part is not None else part for number, part in enumerate(made_of)]
-        return f"{self.text(kind)} {self.text(parts)}"
+        contents = list(reduced[1:]) if isinstance(reduced, tuple) else [reduced]
+        if kind.__module__.startswith("datasets.") and len(contents) > 1 and isinstance(contents[1], dict):
+            contents[1] = {name: member for name, member in contents[1].items() if not name.endswith("hffs_cache")}  # by process
+        for number in (2, 3):  # iterators over members; what follows may be a function
+            if number < len(contents) and contents[number] is not None:
+                contents[number] = list(contents[number])
+        return f"{self.text(kind)} {self.text(contents)}"
 
     def _code_text(self, function: Any, code: CodeType) -> str:
         """The code of a function, its default arguments, and what it refers to outside."""
@@ -195,8 +196,8 @@ def _names_in(code: CodeType) -> set[str]:
 
 def _array_text(array: Array) -> str:
     rows = max(1, ENDS // max(1, array[:1].nbytes)) if array.ndim else None
-    parts = [array] if array.nbytes <= 2 * ENDS else [array[:rows], array[-rows:]]  # type: ignore[operator]
-    return repr((array.dtype.str, array.shape, [zlib.crc32(numpy.ascontiguousarray(part).data) for part in parts]))
+    ends = [array] if array.nbytes <= 2 * ENDS else [array[:rows], array[-rows:]]  # type: ignore[operator]
+    return repr((array.dtype.str, array.shape, [zlib.crc32(numpy.ascontiguousarray(end).data) for end in ends]))
 
 
 def _without_addresses(value: Any) -> str:

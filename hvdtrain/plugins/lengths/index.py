@@ -42,7 +42,7 @@ UNUSED = 90 * 24 * 3600.0
 
 OURS = re.compile(r"[0-9a-f]{20}\.[\w.-]+")
 
-Kept = tuple[dict[str, Any], dict[str, Array]]
+Stored = tuple[dict[str, Any], dict[str, Array]]
 """What is known of a source, as JSON can hold it, and arrays by name."""
 
 
@@ -59,33 +59,32 @@ class IndexFile:
         self._was_noted = False  # that nothing can be kept
         self._fingerprint = hashlib.sha256(fingerprint.encode("utf-8", "surrogateescape")).hexdigest()
 
-    def path(self, part: str) -> Path | None:
-        """The file of a part, such as 'lengths' or 'epoch-3'."""
-        return None if self._folder is None else self._folder / f"{self._fingerprint[:20]}.{part}.index"
+    def path(self, name: str) -> Path | None:
+        """The file of what is kept under a name, such as 'lengths' or 'epoch-3'."""
+        return None if self._folder is None else self._folder / f"{self._fingerprint[:20]}.{name}.index"
 
-    def get(self, part: str, scanning: Scanning, make: Callable[[], Kept], what: str = "", mapped: bool = False) -> Kept:
+    def get(self, name: str, scanning: Scanning, make: Callable[[], Stored], line: str = "", mapped: bool = False) -> Stored:
         """What is kept, or what `make` finds, which is kept then.
 
         Args:
-            what: for a line of the log if it cannot be kept, such as 'train: the lengths are counted'; rank 0 then begins. '': no
-                line.
+            line: of the log if it cannot be kept, such as 'train: the lengths are counted'; rank 0 then begins. '': none.
             mapped: whether to map the arrays into memory, which the processes of a host then share, but which cannot be changed.
         """
-        if (stored := self.load(part, mapped)) is not None:
+        if (stored := self.load(name, mapped)) is not None:
             return stored
-        with self.turn(scanning.waiting, HEAD_START if what and self._folder is not None and scanning.rank else 0.0):
-            if (stored := self.load(part, mapped)) is not None:  # another process kept it meanwhile
+        with self.turn(scanning.waiting, HEAD_START if line and self._folder is not None and scanning.rank else 0.0):
+            if (stored := self.load(name, mapped)) is not None:  # another process kept it meanwhile
                 return stored
             content = make()
-            reason = self.save(part, *content)
-        if reason is not None and what and not self._was_noted:
+            reason = self.save(name, *content)
+        if reason is not None and line and not self._was_noted:
             self._was_noted = True
-            scanning.note(f"{what} in every run, as they cannot be kept: {reason} (lengths_dir)")
+            scanning.note(f"{line} in every run, as they cannot be kept: {reason} (lengths_dir)")
         return content
 
-    def load(self, part: str, mapped: bool = False) -> Kept | None:
+    def load(self, name: str, mapped: bool = False) -> Stored | None:
         """What is kept; None: nothing, or of another source or format."""
-        path = self.path(part)
+        path = self.path(name)
         if path is None:
             return None
         try:
@@ -96,8 +95,8 @@ class IndexFile:
                 return None
             arrays = {}
             place = _aligned(8 + size)
-            for name, dtype, shape, number in header["arrays"]:
-                arrays[name] = content[place : place + number].view(numpy.ndarray).view(dtype).reshape(shape)
+            for key, dtype, shape, number in header["arrays"]:
+                arrays[key] = content[place : place + number].view(numpy.ndarray).view(dtype).reshape(shape)
                 place = _aligned(place + number)
             with suppress(OSError):  # of another user: it counts as used by that one
                 os.utime(path)
@@ -105,20 +104,20 @@ class IndexFile:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def save(self, part: str, about: Mapping[str, Any], arrays: Mapping[str, Array]) -> str | None:
+    def save(self, name: str, about: Mapping[str, Any], arrays: Mapping[str, Array]) -> str | None:
         """Keep something. Returns the reason if that is impossible."""
-        path = self.path(part)
+        path = self.path(name)
         if path is None:
             return None
         stored = {
-            name: numpy.ascontiguousarray(values if values.itemsize else values.astype("S1")) for name, values in arrays.items()
+            key: numpy.ascontiguousarray(values if values.itemsize else values.astype("S1")) for key, values in arrays.items()
         }
         header = json.dumps(
             {
                 "format": FORMAT,
                 "fingerprint": self._fingerprint,
                 "about": about,
-                "arrays": [[name, values.dtype.str, values.shape, values.nbytes] for name, values in stored.items()],
+                "arrays": [[key, values.dtype.str, values.shape, values.nbytes] for key, values in stored.items()],
             }
         ).encode()
         try:

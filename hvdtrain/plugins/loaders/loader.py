@@ -67,11 +67,14 @@ def read_loader(where: str, loader: Any) -> tuple[Any, Any]:
     sampler = loader.sampler
     max_seqs: int | None = 1
     if batches is None and is_usual(sampler):  # its items are batches, looked up by lists of numbers
-        batches, collate, items = sampler, partial(_looked_up, items.__getitem__, collate), range(len(items))
+        batches = sampler
+        collate = partial(_looked_up, items.__getitem__, collate)
+        items = range(len(items))
     elif batches is None:
         collate = partial(_only, where, collate)
     elif only_looks_up_several(items):
-        collate, items = partial(_looked_up, items.__getitems__, collate), range(len(items))
+        collate = partial(_looked_up, items.__getitems__, collate)
+        items = range(len(items))
     warnings = _warnings(loader, batches)
     if batches is None or is_usual(batches):
         sampler, max_seqs = (sampler, 1) if batches is None else (batches.sampler, batches.batch_size)
@@ -93,11 +96,11 @@ def only_looks_up_several(items: Any) -> bool:
     return callable(getattr(items, "__getitems__", None)) and not is_map_style(items)
 
 
-def refused(where: str, what: str, advice: str) -> ConfigError:
+def refused(where: str, reason: str, advice: str) -> ConfigError:
     return ConfigError.of(
         "unsupported",
         f"{where}: expected a DataLoader whose batches hvdtrain can plan, so that each item comes once in an epoch over all "
-        f"ranks, got one with {what} ({advice})",
+        f"ranks, got one with {reason} ({advice})",
     )
 
 
@@ -190,12 +193,12 @@ class SamplerOrder:
         return self._latest[2]
 
     def _read(self, epoch: int, anew: bool = False) -> tuple[int, Any, list[Any]]:
-        """Read the sampler, or what it is after an earlier epoch."""
         counts = not hasattr(self._sampler, "set_epoch")
         if counts and not anew and self._latest is not None and self._latest[0] < epoch:
             done, sampler, _ = self._latest
         else:
-            done, sampler = 0 if counts else epoch - 1, copied(self._sampler)
+            done = 0 if counts else epoch - 1
+            sampler = copied(self._sampler)
         order: list[Any] = []
         for number in range(done + 1, epoch + 1):
             if not counts:

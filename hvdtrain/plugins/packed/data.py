@@ -135,12 +135,15 @@ class PackedData:
         Returns:
             Fewer frames if the layer has a stride.
         """
-        [size], [stride], [dilation] = layer.kernel_size, layer.stride, layer.dilation
+        [size] = layer.kernel_size
+        [stride] = layer.stride
+        [dilation] = layer.dilation
         if layer.padding_mode != "zeros":
             raise ValueError(f"conv1d: expected a layer with padding_mode='zeros', got {layer.padding_mode!r}")
         if isinstance(layer.padding, str):
             around = dilation * (size - 1) if layer.padding == "same" else 0
-            before, after = around // 2, around - around // 2
+            before = around // 2
+            after = around - before
         else:
             before = after = layer.padding[0]
         values = self._values(values)
@@ -179,16 +182,16 @@ class PackedData:
         directions = 2 if layer.bidirectional else 1
         for number in range(layer.num_layers):
             weights = layer.all_weights[number * directions : (number + 1) * directions]
-            parts = [self._one_direction(layer, values, tensors, direction) for direction, tensors in enumerate(weights)]
-            values = torch.cat(parts, dim=1) if directions == 2 else parts[0]
+            outputs = [self._in_direction(layer, values, tensors, direction) for direction, tensors in enumerate(weights)]
+            values = torch.cat(outputs, dim=1) if directions == 2 else outputs[0]
             if number < layer.num_layers - 1:
                 values = nn.functional.dropout(values, layer.dropout, layer.training)
         return values
 
-    def _one_direction(
+    def _in_direction(
         self, layer: nn.LSTM | nn.GRU | nn.RNN, values: torch.Tensor, weights: Sequence[torch.Tensor], direction: int
     ) -> torch.Tensor:
-        """One layer of a recurrent layer in one direction; 1: backwards."""
+        """Of one layer of a recurrent layer; direction 1: backwards."""
         is_lstm = isinstance(layer, nn.LSTM)
         compute: Any = torch.lstm if is_lstm else torch.gru if isinstance(layer, nn.GRU) else getattr(torch, layer.mode.lower())
         spans, directions = self._spans
@@ -216,7 +219,10 @@ class PackedData:
         order, _, batch_sizes = self._time_major
         starts = self.offsets[:-1].long()[order]
         last = self.seq_lens.long()[order] - 1
-        spans, forwards, backwards, is_frame = [], [], [], []
+        spans = []
+        forwards = []
+        backwards = []
+        is_frame = []
         for begin, end in pairwise([0, *_ends_of_spans(batch_sizes.numpy())]):
             size = int(batch_sizes[begin])
             steps = torch.arange(begin, end)[:, None]

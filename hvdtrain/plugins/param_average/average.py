@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.groups import RankGroup, single_rank
 from hvdtrain.config.keys import ALONE, Rule, Sections, key, not_negative, positive
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.averaging import UpdateCounts, temporarily_average
 from hvdtrain.learner.buffers import average_buffers, averaged_statistics
-from hvdtrain.learner.compression import CompressionKeys, GradientCompressor, change_compressor
+from hvdtrain.learner.compression import CompressionKeys, GradientCompressor
 from hvdtrain.learner.keys import LearnerKeys
 from hvdtrain.learner.model_state import ModelState, StatePart
-from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, GradientExchange, Numbers, Reducer
-from hvdtrain.plugins.param_average.groups import make_groups
+from hvdtrain.learner.reducer import EpochStart, FinishedUpdate, Numbers
 from hvdtrain.plugins.param_average.interval import NEVER, EveryUpdates, SyncRuleKeys, make_interval
 from hvdtrain.plugins.param_average.outer import OuterKeys, OuterOptimizer, make_outer
 from hvdtrain.plugins.param_average.sync import ANCHOR, ParamSync, SyncBucket
@@ -104,52 +102,54 @@ class ParamAverageKeys(CompressionKeys):
         return self.sync_parts > 1 or self.local_start > 0
 
     def ignored_key_line(self, reduce_type: str) -> str:
-        step, seconds = self.sync_steps, self.sync_seconds
-        if reduce_type == "grad" and (step != 1 or seconds is not None):
+        seconds = self.sync_seconds
+        if reduce_type == "grad" and (self.sync_steps != 1 or seconds is not None):
             name = "horovod_param_sync_step" if seconds is None else "horovod_param_sync_time_diff"
             return f"{name}: no effect with horovod_reduce_type = 'grad' (parameters are averaged with 'param')"
-        if step != 1 and seconds is not None:
+        if self.sync_steps != 1 and seconds is not None:
             return f"horovod_param_sync_step: no effect with horovod_param_sync_time_diff = {seconds:g} seconds"
         return ""
 
     def problems(self, sections: Sections = ALONE) -> list[Problem]:
-        seconds, delay, parts = self.sync_seconds, self.sync_delay, self.sync_parts
+        seconds = self.sync_seconds
+        delay = self.sync_delay
+        parts = self.sync_parts
         name = partial(sections.spelling, type(self))
-        found = super().problems(sections)
-        found += make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
-        found += make_outer(self.outer_optimizer, size=1, where=name("outer_optimizer"))[1]
+        problems = super().problems(sections)
+        problems += make_interval(self.sync_rule, self.sync_steps, seconds, name("sync_rule"), name("sync_seconds"))[1]
+        problems += make_outer(self.outer_optimizer, size=1, where=name("outer_optimizer"))[1]
         if seconds is None and parts > self.sync_steps:
-            found += problem(
+            problems += problem(
                 "conflict", f"{name('sync_parts')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {parts}"
             )
         if delay and seconds is not None:
-            found += problem(
+            problems += problem(
                 "conflict", f"{name('sync_delay')}: expected without {name('sync_seconds')}, for which ranks wait, got both"
             )
         elif delay > self.sync_steps:
-            found += problem(
+            problems += problem(
                 "conflict", f"{name('sync_delay')}: expected at most {name('sync_steps')}, {self.sync_steps}, got {delay}"
             )
         if self.group is not None and self.local_start:
-            found += problem(
+            problems += problem(
                 "conflict",
                 f"{name('local_start')}: expected 0 with {name('group')}, whose ranks average gradients throughout, got "
                 f"{self.local_start}",
             )
         learner = sections.get(LearnerKeys)
         if learner is not None and learner.deterministic and seconds is not None:
-            found += problem(
+            problems += problem(
                 "conflict",
                 "deterministic: expected syncs after a number of steps, got horovod_param_sync_time_diff, which goes by the "
                 "clock",
             )
         if learner is not None and learner.ema_decay is not None and (delay or parts > 1):
-            found += problem(
+            problems += problem(
                 "conflict",
                 f"ema_decay: expected {name('sync_delay')} = 0 and {name('sync_parts')} = 1, with which ranks have "
                 f"the same weights after a sync, got {delay} and {parts}",
             )
-        return found
+        return problems
 
 
 class ParamAverage:
@@ -171,52 +171,38 @@ class ParamAverage:
         interval: the number of updates between two syncs.
         outer: computes the new model from the average; None: the average is the new model.
         delay: the number of updates until an average is applied; 0: training waits for it.
-        parts: the number of parts of the model.
-        compressor: if it sends 16 bits, it sends the changes since the last sync. None: parameters are sent as they are.
+        num_buckets: the number of parts of the model.
+        compressor: if it sends 16 bits, it sends the changes since the last sync.
     """
-
-    keys = ParamAverageKeys
 
     def __init__(
         self,
         group: RankGroup,
         timer: Timer,
-        interval: EveryUpdates | int,
-        outer: OuterOptimizer | None = None,
-        delay: int = 0,
-        parts: int = 1,
-        compressor: GradientCompressor | None = None,
+        interval: EveryUpdates,
+        outer: OuterOptimizer | None,
+        delay: int,
+        num_buckets: int,
+        compressor: GradientCompressor,
     ) -> None:
         self._comm = group.whole
         self._group = group
         self._timer = timer
-        self._interval = EveryUpdates(interval) if isinstance(interval, int) else interval
+        self._interval = interval
         self._outer = outer
         self._delay = delay
-        self._compressor = GradientCompressor(group.between) if compressor is None else compressor
-        self._sync = ParamSync(group, self._compressor, outer, parts, deltas=self._compressor.needs_changes)
+        self._compressor = compressor
+        self._sync = ParamSync(group, compressor, outer, num_buckets, deltas=compressor.needs_changes)
         self._counts = UpdateCounts(single_rank(group.whole))  # since the ranks' buffers were the same
-        self._updates_since_send = 0  # updates since the last cycle over the parts ended
-        self._next_part = 0  # the part that is sent next
+        self._updates_since_send = 0  # updates since the last cycle over the buckets ended
+        self._next_bucket = 0  # the one that is sent next
         self._warned = False
-
-    @classmethod
-    def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> Reducer:
-        group = make_groups(comm, keys.group, "horovod_param_group")
-        interval, _ = make_interval(keys.sync_rule, keys.sync_steps, keys.sync_seconds)
-        outer, _ = make_outer(keys.outer_optimizer, group.between.size)
-        delay, parts = keys.sync_delay, keys.sync_parts
-        sync = cls(group, timer, interval, outer, delay, parts, change_compressor(group.between, keys))
-        if group.between is comm:
-            return Reducer(GradientExchange(comm, timer, steps=0), sync, sync.describe())
-        gradients = GradientExchange(group.within, timer, "average", group=group.ranks)
-        return Reducer(gradients, sync, sync.describe(), has_groups=True)
 
     def describe(self) -> str:
         """How and how often parameters are averaged, for the log."""
         text = f"parameters are averaged {self._interval.describe()} and at the end of an epoch{self._compressor.describe()}"
-        if len(self._sync.parts) > 1:
-            text += f", in {len(self._sync.parts)} parts in turn"
+        if len(self._sync.buckets) > 1:
+            text += f", in {len(self._sync.buckets)} parts in turn"
         if self._delay:
             text += f", applied {self._delay} updates after they were sent"
         if self._group.between is not self._comm:
@@ -238,7 +224,7 @@ class ParamAverage:
         return self._group.ranks
 
     def begin_epoch(self, state: ModelState, start: EpochStart) -> None:
-        self._sync.drop_unknown(state)
+        self._sync.drop_unused(state)
         if start.is_resumed:
             self._sync.share_frozen(state)
         else:
@@ -249,13 +235,27 @@ class ParamAverage:
 
     def warn(self, start: EpochStart) -> None:
         """Warn, once in a training, if an epoch's only sync is at its end, or if it has too few syncs for the momentum."""
-        if not self._warned and (warning := self._warning(start)) is not None:
+        between = self._interval.updates(start.learning_rate)
+        momentum = 0.0 if self._outer is None else self._outer.momentum
+        syncs = -(-start.updates // between)
+        if self._warned:
+            return
+        if between > start.updates and self._group.between.size > 1:
+            log.warning(
+                f"horovod_param_sync_step: expected at most {start.updates}, the number of updates in epoch {start.epoch}, got "
+                f"{between if between < NEVER else 'more'}: the ranks' parameters are only averaged at its end"
+            )
             self._warned = True
-            log.warning(warning)
+        elif momentum and syncs * (1 - momentum) < 1 - 1e-9:
+            log.warning(
+                f"horovod_param_outer.momentum: expected at least {1 / (1 - momentum):.0f} syncs in an epoch for {momentum:g}, "
+                f"got {syncs} in epoch {start.epoch} (a smaller horovod_param_sync_step, or a smaller momentum)"
+            )
+            self._warned = True
 
     def take_over(self, state: ModelState) -> None:
-        """Begin with the current model, which is the same on all ranks."""
-        self._sync.drop_unknown(state)
+        """Begin with the current model."""
+        self._sync.drop_unused(state)
         self.keep_anchor(state)
 
     def keep_anchor(self, state: ModelState) -> None:
@@ -265,30 +265,30 @@ class ParamAverage:
 
     def after_update(self, state: ModelState, update: FinishedUpdate) -> None:
         self._updates_since_send += 1
-        for counts in (self._counts, *(part.counts for part in self._sync.parts)):
+        for counts in (self._counts, *(bucket.counts for bucket in self._sync.buckets)):
             counts.add(update)
-        under_way = [part for part in self._sync.parts if part.is_under_way]
-        for part in under_way:
-            part.age += 1
-        late = [part for part in under_way if part.age >= self._delay]
+        under_way = [bucket for bucket in self._sync.buckets if bucket.is_under_way]
+        for bucket in under_way:
+            bucket.age += 1
+        late = [bucket for bucket in under_way if bucket.age >= self._delay]
         if late:
             with self._timer.span("parameter sync"):
                 self._sync.apply_averages(state, late)
-        due = self._due_parts(update.learning_rate)
+        due = self._due_buckets(update.learning_rate)
         if due:
             with self._timer.span("parameter sync"):
                 (self._sync.send if self._delay else self._sync.average)(state, due)
-                if self._syncs_whole_model:
+                if not self._delay and len(self._sync.buckets) == 1:  # the whole model is the same on all ranks
                     self._finish_sync(state)
-                elif self._next_part == len(self._sync.parts):
+                elif self._next_bucket == len(self._sync.buckets):
                     self._end_cycle()
 
     def end_of_epoch(self, state: ModelState) -> None:
         if not self._counts.updates:
             return
         with self._timer.span("parameter sync"):
-            self._sync.apply_averages(state, [part for part in self._sync.parts if part.is_under_way])
-            self._sync.average(state, [part for part in self._sync.parts if part.counts.updates])
+            self._sync.apply_averages(state, [bucket for bucket in self._sync.buckets if bucket.is_under_way])
+            self._sync.average(state, [bucket for bucket in self._sync.buckets if bucket.counts.updates])
             self._finish_sync(state)
 
     def rank_local_state(self) -> tuple[StatePart, ...]:
@@ -303,25 +303,25 @@ class ParamAverage:
         return temporarily_average(state, {"parameters": partial(self._sync.average_to_save, state), "statistics": statistics})
 
     def flush(self, state: ModelState) -> None:
-        for part in self._sync.parts:
-            self._sync.flush(state, part)
+        for bucket in self._sync.buckets:
+            self._sync.flush(state, bucket)
 
     def state(self) -> Numbers:
-        parts = [part.state() for part in self._sync.parts]
+        buckets = [bucket.state() for bucket in self._sync.buckets]
         return {
             **self._counts.state(),
             **self._interval.state(),
             "since": self._updates_since_send,
-            "next": self._next_part,
-            "parts": parts,
+            "next": self._next_bucket,
+            "parts": buckets,
             **({} if self._group.between is self._comm else {"group": list(self._group.ranks)}),
         }
 
     def restore(self, state: Numbers, same_ranks: bool = True) -> None:
         stored = state.get("parts", [])
         if not same_ranks:  # every rank starts from the average, which includes the parts that were under way
-            for part in self._sync.parts:
-                part.steps = max((part_state["steps"] for part_state in stored), default=0)
+            for bucket in self._sync.buckets:
+                bucket.steps = max((bucket_state["steps"] for bucket_state in stored), default=0)
             self._compressor.forget()
             return
         group = list(self._group.ranks)
@@ -333,29 +333,26 @@ class ParamAverage:
             )
         self._counts.restore(state)
         self._interval.restore(state)
-        if len(stored) == len(self._sync.parts):
-            for part, part_state in zip(self._sync.parts, stored, strict=True):
-                part.restore(part_state)
-            self._updates_since_send, self._next_part = state["since"], state["next"]
+        if len(stored) == len(self._sync.buckets):
+            for bucket, bucket_state in zip(self._sync.buckets, stored, strict=True):
+                bucket.restore(bucket_state)
+            self._updates_since_send = state["since"]
+            self._next_bucket = state["next"]
         else:  # the checkpoint has no parts, or a different number of them
-            for part in self._sync.parts:
-                part.counts.restore(state)
+            for bucket in self._sync.buckets:
+                bucket.counts.restore(state)
             self._updates_since_send = self._counts.updates
 
-    @property
-    def _syncs_whole_model(self) -> bool:
-        """Whether a sync makes the whole model the same on all ranks."""
-        return self._delay == 0 and len(self._sync.parts) == 1
-
-    def _due_parts(self, learning_rate: float) -> list[SyncBucket]:
-        """The parts to send now: part p after (p + 1) / parts of the interval between two syncs, unless it is still under way."""
-        between, parts = self._interval.updates(learning_rate), self._sync.parts
+    def _due_buckets(self, learning_rate: float) -> list[SyncBucket]:
+        """Those to send now: bucket b after (b + 1) / buckets of the interval between two syncs, unless it is still under way."""
+        between = self._interval.updates(learning_rate)
+        buckets = self._sync.buckets
         due = []
-        while self._next_part < len(parts) and self._updates_since_send * len(parts) >= between * (self._next_part + 1):
-            if parts[self._next_part].is_under_way:
+        while self._next_bucket < len(buckets) and self._updates_since_send * len(buckets) >= between * (self._next_bucket + 1):
+            if buckets[self._next_bucket].is_under_way:
                 break
-            due.append(parts[self._next_part])
-            self._next_part += 1
+            due.append(buckets[self._next_bucket])
+            self._next_bucket += 1
         return due
 
     def _finish_sync(self, state: ModelState) -> None:
@@ -369,23 +366,6 @@ class ParamAverage:
         self._end_cycle()
 
     def _end_cycle(self) -> None:
-        updates, self._updates_since_send, self._next_part = self._updates_since_send, 0, 0
-        self._interval.after_sync(self._comm, updates)
-
-    def _warning(self, start: EpochStart) -> str | None:
-        """The problem with the number of updates in an epoch; None: there is none."""
-        between = self._interval.updates(start.learning_rate)
-        if between > start.updates and self._group.between.size > 1:
-            wanted = f"{between}" if between < NEVER else "more"
-            return (
-                f"horovod_param_sync_step: expected at most {start.updates}, the number of updates in epoch {start.epoch}, got "
-                f"{wanted}: the ranks' parameters are only averaged at its end"
-            )
-        momentum = 0.0 if self._outer is None else self._outer.momentum
-        syncs = -(-start.updates // between)
-        if momentum and syncs * (1 - momentum) < 1 - 1e-9:
-            return (
-                f"horovod_param_outer.momentum: expected at least {1 / (1 - momentum):.0f} syncs in an epoch for {momentum:g}, "
-                f"got {syncs} in epoch {start.epoch} (a smaller horovod_param_sync_step, or a smaller momentum)"
-            )
-        return None
+        self._interval.after_sync(self._comm, self._updates_since_send)
+        self._updates_since_send = 0
+        self._next_bucket = 0

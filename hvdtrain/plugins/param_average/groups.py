@@ -29,7 +29,8 @@ class BetweenGroups:
         self._leaders = leaders
         self.rank = number
         self.size = count
-        self.local_rank, self.local_size = within.local_rank, within.local_size
+        self.local_rank = within.local_rank
+        self.local_size = within.local_size
         self.sent = 0
         self.transport = within.transport
 

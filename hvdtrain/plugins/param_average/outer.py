@@ -166,8 +166,8 @@ def make_outer(
         problems += problem("missing", f"{where}learning_rate: expected a positive number for the class adam, got nothing")
     if name in DEFAULTS and name != "adam":
         problems += [
-            Problem.of("conflict", f"{where}{one}: expected only with the class adam, got it with {name}")
-            for one in ADAM_ONLY
-            if one in options
+            Problem.of("conflict", f"{where}{option}: expected only with the class adam, got it with {name}")
+            for option in ADAM_ONLY
+            if option in options
         ]
     return (None, problems) if problems or keys is None else (keys.optimizer(str(name), size), [])

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from hvdtrain.comm.base import Communicator
-from hvdtrain.learner.compression import gradient_compressor
+from hvdtrain.learner.compression import change_compressor, gradient_compressor
 from hvdtrain.learner.grad_reduce import GradReduce, describe_gradients
 from hvdtrain.learner.model_state import ModelState, StatePart
 from hvdtrain.learner.reducer import EpochStart, EpochSync, FinishedUpdate, GradientExchange, Numbers, Reducer
 from hvdtrain.plugins.param_average.average import ParamAverage, ParamAverageKeys
+from hvdtrain.plugins.param_average.groups import make_groups
+from hvdtrain.plugins.param_average.interval import make_interval
+from hvdtrain.plugins.param_average.outer import make_outer
 from hvdtrain.runtime.timer import Timer
 
 
@@ -85,9 +88,17 @@ class LocalUpdates:
 
     @classmethod
     def from_keys(cls, keys: ParamAverageKeys, comm: Communicator, timer: Timer) -> Reducer:
-        chosen, steps = ParamAverage.from_keys(keys, comm, timer), keys.local_start
-        if not isinstance(chosen.sync, ParamAverage) or not steps:
-            return chosen
+        group = make_groups(comm, keys.group, "horovod_param_group")
+        interval, _ = make_interval(keys.sync_rule, keys.sync_steps, keys.sync_seconds)
+        outer, _ = make_outer(keys.outer_optimizer, group.between.size)
+        compressor = change_compressor(group.between, keys)
+        local = ParamAverage(group, timer, interval, outer, keys.sync_delay, keys.sync_parts, compressor)
+        if group.between is not comm:
+            gradients = GradientExchange(group.within, timer, "average", group=group.ranks)
+            return Reducer(gradients, local, local.describe(), has_groups=True)
+        steps = keys.local_start
+        if not steps:
+            return Reducer(GradientExchange(comm, timer, steps=0), local, local.describe())
         gradients = GradientExchange(comm, timer, "average", gradient_compressor(comm, keys), steps)
-        sync = PostLocal(gradients, GradReduce(comm, timer, gradients.compressor), chosen.sync)
-        return Reducer(gradients, sync, f"{describe_gradients(gradients)} of the first {steps} steps; then {chosen.description}")
+        sync = PostLocal(gradients, GradReduce(comm, timer, gradients.compressor), local)
+        return Reducer(gradients, sync, f"{describe_gradients(gradients)} of the first {steps} steps; then {local.describe()}")

@@ -4,7 +4,7 @@ Between two syncs, every rank trains alone. The model after the last sync (the a
 the gradient of an outer optimizer; its step leads to the new anchor, from which all ranks continue. With learning rate 1 and no
 momentum, the new anchor is the average itself.
 
-For a sync, the model is divided into parts. A part is either averaged immediately, or sent, and its average applied some updates
+For a sync, the model is divided into buckets. One is either averaged immediately, or sent, and its average applied some updates
 later. `ParamAverage` decides when.
 """
 
@@ -40,7 +40,8 @@ class SyncBucket:
 
     def __init__(self, number: int, counts: UpdateCounts) -> None:
         self.number = number
-        self.sent_name, self.average_name = f"sent.{number}", f"arrived.{number}"
+        self.sent_name = f"sent.{number}"
+        self.average_name = f"arrived.{number}"
         self.indices: list[int] = []
         self.counts = counts
         self.steps = 0
@@ -57,20 +58,21 @@ class SyncBucket:
 
     def restore(self, state: Numbers) -> None:
         self.counts.restore(state)
-        self.steps, self.age = state["steps"], state["age"]
+        self.steps = state["steps"]
+        self.age = state["age"]
 
 
 class ParamSync:
-    """Averages parts of the model over the ranks, or over groups of them.
+    """Averages the model over the ranks, or over groups of them.
 
     Args:
         outer: computes the new parameters from the average; None: they are the average.
-        num_parts: the number of parts of the model.
+        num_buckets: into how many parts the model is divided.
         deltas: send the changes since the last sync instead of the parameters, which loses less precision in 16 bits.
 
     Attributes:
-        parts: contiguous, and about equal in bytes.
-        num_syncs: the number of syncs so far, counted by part.
+        buckets: contiguous, and about equal in bytes.
+        num_syncs: the number of syncs so far, counted by bucket.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class ParamSync:
         group: RankGroup,
         compressor: GradientCompressor,
         outer: OuterOptimizer | None,
-        num_parts: int,
+        num_buckets: int,
         deltas: bool = False,
     ) -> None:
         self._comm = group.between
@@ -87,7 +89,7 @@ class ParamSync:
         self._outer = outer
         self._deltas = deltas
         self._moments = () if outer is None else outer.moments
-        self.parts = [SyncBucket(number, UpdateCounts(group)) for number in range(num_parts)]
+        self.buckets = [SyncBucket(number, UpdateCounts(group)) for number in range(num_buckets)]
 
     @property
     def needs_anchor(self) -> bool:
@@ -102,13 +104,13 @@ class ParamSync:
         for name in self._moments:
             if [tuple(moment.shape) for moment in state.shared.get(name, ())] != shapes:  # the first, or another model's
                 state.shared[name] = [tensor * 0 for tensor in tensors]
-                for part in self.parts:
-                    part.steps = 0
+                for bucket in self.buckets:
+                    bucket.steps = 0
 
     def assign_anew(self) -> None:
-        """Assign parameters to parts again when they are needed: a framework may change the model between two epochs."""
-        for part in self.parts:
-            part.indices = []
+        """Assign parameters to buckets again when they are needed: a framework may change the model between two epochs."""
+        for bucket in self.buckets:
+            bucket.indices = []
 
     def share_frozen(self, state: ModelState) -> None:
         """Collective. Take frozen parameters from rank 0: if they are frozen only since a stop within an epoch, ranks may have
@@ -119,128 +121,125 @@ class ParamSync:
         frozen = dict(named[number] for number in numbers)
         state.set_tensors("parameters", changed(frozen, partial(self._comm.broadcast, name="frozen_parameters")))
 
-    def average(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
-        """Collective. Sync some parts and wait. If all ranks have the same weight, nothing is copied for sending."""
-        if not parts:
+    def average(self, state: ModelState, buckets: Sequence[SyncBucket]) -> None:
+        """Collective. Sync some buckets and wait. If all ranks have the same weight, nothing is copied for sending."""
+        if not buckets:
             return
         names, tensors = _parameters(state)
         new: dict[int, Tensor] = {}
-        kept = _frozen_values(state, tensors)
-        for part in parts:
-            own = [tensors[index] for index in self._indices(part, tensors)]
-            handle = self._start(state, part, self._message(state, part, own))
-            part.counts.reset()
-            new |= self._new_parameters(state, part, self._compressor.finish(handle), kept)
+        frozen_values = _frozen_values(state, tensors)
+        for bucket in buckets:
+            parameters = [tensors[index] for index in self._indices(bucket, tensors)]
+            handle = self._start(state, bucket, self._message(state, bucket, parameters))
+            bucket.counts.reset()
+            new |= self._new_parameters(state, bucket, self._compressor.finish(handle), frozen_values)
         state.set_tensors("parameters", {names[index]: tensor for index, tensor in new.items()})
 
-    def send(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
-        """Collective. Start to send some parts."""
+    def send(self, state: ModelState, buckets: Sequence[SyncBucket]) -> None:
+        """Collective. Start to send some buckets."""
         _, tensors = _parameters(state)
-        for part in parts:
-            own = copy_tensors([tensors[index] for index in self._indices(part, tensors)])
-            state.own[part.sent_name] = own
-            message = self._message(state, part, own)
-            if message and message[0] is own[0]:
+        for bucket in buckets:
+            sent = copy_tensors([tensors[index] for index in self._indices(bucket, tensors)])
+            state.own[bucket.sent_name] = sent
+            message = self._message(state, bucket, sent)
+            if message and message[0] is sent[0]:
                 message = copy_tensors(message)  # it may be overwritten
-            part.handle = self._start(state, part, message)
-            part.age = 0
-            part.counts.reset()
+            bucket.handle = self._start(state, bucket, message)
+            bucket.age = 0
+            bucket.counts.reset()
 
-    def apply_averages(self, state: ModelState, parts: Sequence[SyncBucket]) -> None:
-        """Add to some parts the change that a sync would have made when they were sent. Updates since then are kept."""
-        if not parts:
+    def apply_averages(self, state: ModelState, buckets: Sequence[SyncBucket]) -> None:
+        """Add to some buckets the change that a sync would have made when they were sent. Updates since then are kept."""
+        if not buckets:
             return
         names, tensors = _parameters(state)
         new: dict[int, Tensor] = {}
-        kept = _frozen_values(state, tensors)
-        for part in parts:
-            self.flush(state, part)
-            self._indices(part, tensors)
-            targets = self._new_parameters(state, part, state.shared.pop(part.average_name), kept)
-            for (index, target), old in zip(targets.items(), state.own.pop(part.sent_name), strict=True):
+        frozen_values = _frozen_values(state, tensors)
+        for bucket in buckets:
+            self.flush(state, bucket)
+            self._indices(bucket, tensors)
+            targets = self._new_parameters(state, bucket, state.shared.pop(bucket.average_name), frozen_values)
+            for (index, target), old in zip(targets.items(), state.own.pop(bucket.sent_name), strict=True):
                 # Without updates since then, the target itself: sums would be rounded differently on each rank.
-                new[index] = tensors[index] + (target - old) if part.counts.updates else target
-            part.age = -1
+                new[index] = tensors[index] + (target - old) if bucket.counts.updates else target
+            bucket.age = -1
         state.set_tensors("parameters", {names[index]: tensor for index, tensor in new.items()})
 
-    def flush(self, state: ModelState, part: SyncBucket) -> None:
-        """Wait for a part that is under way; its average is then among the tensors that are the same on all ranks."""
-        if part.handle is not None:
-            state.shared[part.average_name] = self._compressor.finish(part.handle)
-            part.handle = None
+    def flush(self, state: ModelState, bucket: SyncBucket) -> None:
+        """Wait for a bucket that is under way; its average is then among the tensors that are the same on all ranks."""
+        if bucket.handle is not None:
+            state.shared[bucket.average_name] = self._compressor.finish(bucket.handle)
+            bucket.handle = None
 
     def average_to_save(self, state: ModelState) -> dict[str, Tensor]:
         """Collective. The average of the ranks' current parameters, by name."""
         names, tensors = _parameters(state)
         averages: dict[str, Tensor] = {}
-        kept = _frozen_values(state, tensors)
-        for part in self.parts:
+        frozen_values = _frozen_values(state, tensors)
+        for bucket in self.buckets:
             # The average includes the updates before it was sent.
-            weight = 1.0 if part.is_under_way else part.counts.weight()
-            own = apply_weight([tensors[index] for index in self._indices(part, tensors)], weight)
-            name = f"average.saved.{self._name(part).removeprefix('average.')}"
-            for index, new in zip(part.indices, all_reduce(self._comm, own, "average", name=name), strict=True):
-                averages[names[index]] = kept.get(index, new)
+            weight = 1.0 if bucket.is_under_way else bucket.counts.weight()
+            weighted = apply_weight([tensors[index] for index in self._indices(bucket, tensors)], weight)
+            name = f"average.saved.{self._name(bucket).removeprefix('average.')}"
+            for index, new in zip(bucket.indices, all_reduce(self._comm, weighted, "average", name=name), strict=True):
+                averages[names[index]] = frozen_values.get(index, new)
         return averages
 
-    def drop_unknown(self, state: ModelState) -> None:
+    def drop_unused(self, state: ModelState) -> None:
         """Drop a checkpoint's tensors that belong to other keys, or to messages of a different number of ranks."""
-        under_way = [part for part in self.parts if part.is_under_way]
-        known = {name for part in under_way for name in (part.sent_name, part.average_name)}
-        known |= {ANCHOR, *self._moments} if self.needs_anchor else set()
-        self._compressor.begin(state, known)
+        under_way = [bucket for bucket in self.buckets if bucket.is_under_way]
+        used = {name for bucket in under_way for name in (bucket.sent_name, bucket.average_name)}
+        used |= {ANCHOR, *self._moments} if self.needs_anchor else set()
+        self._compressor.begin(state, used)
 
-    def _message(self, state: ModelState, part: SyncBucket, own: list[Tensor]) -> list[Tensor]:
+    def _message(self, state: ModelState, bucket: SyncBucket, parameters: list[Tensor]) -> list[Tensor]:
         """The tensors to average: a rank's parameters, or their changes since the last sync, times the rank's weight."""
         if self._deltas and ANCHOR in state.shared:
             anchor = state.shared[ANCHOR]
-            own = [anchor[index] - tensor for index, tensor in zip(part.indices, own, strict=True)]
-        return apply_weight(own, part.counts.weight())
+            parameters = [anchor[index] - tensor for index, tensor in zip(bucket.indices, parameters, strict=True)]
+        return apply_weight(parameters, bucket.counts.weight())
 
-    def _start(self, state: ModelState, part: SyncBucket, message: list[Tensor]) -> Any:
+    def _start(self, state: ModelState, bucket: SyncBucket, message: list[Tensor]) -> Any:
         """Collective. Start to average the tensors from `_message`. Only changes are sent in 16 bits, never parameters."""
-        return self._compressor.start(message, "average", name=self._name(part), exact=ANCHOR not in state.shared)
+        return self._compressor.start(message, "average", name=self._name(bucket), exact=ANCHOR not in state.shared)
 
     def _new_parameters(
-        self, state: ModelState, part: SyncBucket, arrived: Sequence[Tensor], kept: Mapping[int, Tensor]
+        self, state: ModelState, bucket: SyncBucket, arrived: Sequence[Tensor], frozen_values: Mapping[int, Tensor]
     ) -> dict[int, Tensor]:
-        """Step the outer optimizer; return the new parameters of a part by number, the same on all ranks.
-
-        Args:
-            kept: by number, the values of parameters that do not change.
-        """
+        """Step the outer optimizer; return the new parameters of a bucket by number, the same on all ranks."""
         self.num_syncs += 1
-        targets = {index: kept.get(index, mean) for index, mean in zip(part.indices, arrived, strict=True)}
+        targets = {index: frozen_values.get(index, mean) for index, mean in zip(bucket.indices, arrived, strict=True)}
         if not self.needs_anchor or ANCHOR not in state.shared:  # the key was set in the middle of an epoch
             return targets
-        part.steps += 1
+        bucket.steps += 1
         anchor = state.shared[ANCHOR]
         for index, mean in targets.items():
-            if index in kept:
+            if index in frozen_values:
                 continue
             target = anchor[index] - mean if self._deltas else mean
             if self._outer is not None:
                 before = [state.shared[name][index] for name in self._moments]
-                target, moments = self._outer.step(anchor[index], target, before, part.steps)
+                target, moments = self._outer.step(anchor[index], target, before, bucket.steps)
                 for name, moment in zip(self._moments, moments, strict=True):
                     state.shared[name][index] = moment
             anchor[index] = target * 1
             targets[index] = target
         return targets
 
-    def _indices(self, part: SyncBucket, tensors: Sequence[Tensor]) -> list[int]:
-        """The numbers of a part's parameters; assigns them on the first call."""
-        if not any(one.indices for one in self.parts):
-            whole, done = max(1, num_bytes(tensors)), 0
+    def _indices(self, bucket: SyncBucket, tensors: Sequence[Tensor]) -> list[int]:
+        """The numbers of a bucket's parameters; assigns them on the first call."""
+        if not any(each.indices for each in self.buckets):
+            whole = max(1, num_bytes(tensors))
+            done = 0
             for index, tensor in enumerate(tensors):
                 size = num_bytes([tensor])
-                number = int((done + size / 2) * len(self.parts) / whole)
-                self.parts[min(number, len(self.parts) - 1)].indices.append(index)
+                number = int((done + size / 2) * len(self.buckets) / whole)
+                self.buckets[min(number, len(self.buckets) - 1)].indices.append(index)
                 done += size
-        return part.indices
+        return bucket.indices
 
-    def _name(self, part: SyncBucket) -> str:
-        return "average.parameters" + (f".{part.number}" if len(self.parts) > 1 else "")
+    def _name(self, bucket: SyncBucket) -> str:
+        return "average.parameters" + (f".{bucket.number}" if len(self.buckets) > 1 else "")
 
 
 def _parameters(state: ModelState) -> tuple[list[str], list[Tensor]]:

@@ -11,8 +11,7 @@ from hvdtrain.checkpoint.loader import Loader
 from hvdtrain.comm.base import together
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.preload import PreloadFunction, PreloadRequest
-from hvdtrain.plugins.preload.entries import Preload, parse_preloads
-from hvdtrain.plugins.preload.keys import PreloadFilesKeys
+from hvdtrain.plugins.preload.keys import Preload, PreloadFilesKeys, parse_preloads
 from hvdtrain.runtime import log
 from hvdtrain.settings import Settings
 
@@ -85,13 +84,13 @@ def load_preloads(preloads: Sequence[Preload], load: PreloadFunction) -> list[st
     return sorted(loaded)
 
 
-def require_all(preloads: Sequence[Preload], left: Iterable[str]) -> None:
+def require_all(preloads: Sequence[Preload], not_loaded: Iterable[str]) -> None:
     """Raises: CheckpointError, if parameters that were not loaded have the values of a new model, and no entry wants that.
 
     Args:
         left: our parameters that were not loaded.
     """
-    if missing := sorted(name for name in left if not any(preload.keeps(name) for preload in preloads)):
+    if missing := sorted(name for name in not_loaded if not any(preload.keeps(name) for preload in preloads)):
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(
             f"preload_from_files: expected all of the model's parameters, as there is no trained model, got none for "

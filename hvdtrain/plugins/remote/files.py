@@ -90,11 +90,11 @@ class RemoteFile:
 
     Attributes:
         url: its address, as the config has it.
-        known: its size and version, if they are known already.
+        looked_up: its size and version, if the server was asked already.
     """
 
     url: str
-    known: tuple[int, int] | None = None
+    looked_up: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return without_query(self.url)
@@ -111,11 +111,11 @@ class RemoteFile:
 
     def size_and_version(self) -> tuple[int, int]:
         """Its size in bytes, and a number that changes with its content, as far as the server reports. Raises: DataError."""
-        return self.known or self._look_up()
+        return self.looked_up or self._look_up()
 
     def _look_up(self) -> tuple[int, int]:
         """Ask the server for size and version. Raises: DataError."""
-        filesystem, path = self._open()
+        filesystem, path = open_filesystem(self.url, str(self))
 
         def ask() -> dict[str, Any]:
             filesystem.invalidate_cache()
@@ -128,9 +128,9 @@ class RemoteFile:
         if not isinstance(size, int):
             raise DataError(f"{self}: expected a server that reports the size of a file, got none (download the file yourself)")
         names = {re.sub("[^a-z0-9]", "", name.lower()): name for name in about if about[name]}
-        known = repr([(names[plain], str(about[names[plain]])) for plain in VERSION if plain in names])
+        version = repr([(names[plain], str(about[names[plain]])) for plain in VERSION if plain in names])
         # Seven bytes: the number is also the copy's time of modification in nanoseconds.
-        return size, int.from_bytes(hashlib.sha256(known.encode()).digest()[:7], "big")
+        return size, int.from_bytes(hashlib.sha256(version.encode()).digest()[:7], "big")
 
     def transfer(self, copy: int, size: int, version: int, progress: Progress) -> None:
         """Copy all bytes and flush them to the disk, as `LocalFile.transfer` does.
@@ -139,7 +139,7 @@ class RemoteFile:
             DataError: the file cannot be read, or changed while it was copied.
             OSError: the copy cannot be written.
         """
-        filesystem, path = self._open()
+        filesystem, path = open_filesystem(self.url, str(self))
         ranges = [(start, min(start + BYTES_AT_ONCE, size)) for start in range(0, size, BYTES_AT_ONCE)]
         written = 0
         for first in range(0, len(ranges), AT_ONCE):
@@ -159,10 +159,6 @@ class RemoteFile:
             raise DataError(f"{self}: expected a file that does not change while it is copied, got one that was changed")
         os.fsync(copy)
         os.utime(copy, ns=(time.time_ns(), version))
-
-    def _open(self) -> tuple[Any, str]:
-        """fsspec's file system, and the path of the file in it. Raises: DataError."""
-        return open_filesystem(self.url, str(self))
 
     def _fetch(self, filesystem: Any, path: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Some blocks, each complete. Raises: DataError."""
@@ -199,8 +195,8 @@ def look_up(urls: Iterable[str]) -> dict[str, RemoteFile]:
 
     with ThreadPoolExecutor(LOOK_UPS, "remote files") as threads:
         return {
-            file.url: RemoteFile(file.url, known)
-            for file, known in zip(files, threads.map(RemoteFile.size_and_version, files), strict=True)
+            file.url: RemoteFile(file.url, looked_up)
+            for file, looked_up in zip(files, threads.map(RemoteFile.size_and_version, files), strict=True)
         }
 
 
@@ -295,7 +291,7 @@ def _block(filesystem: Any, path: str, start: int, end: int) -> bytes | Exceptio
         return error
 
 
-def _retry(name: str, attempt: Callable[[], T], what: str = "a file that can be read") -> T:
+def _retry(name: str, attempt: Callable[[], T], expected: str = "a file that can be read") -> T:
     """Call a function until it succeeds, with pauses between the attempts. Raises: DataError, after the last one."""
     pauses = iter(PAUSES)
     while True:
@@ -308,7 +304,7 @@ def _retry(name: str, attempt: Callable[[], T], what: str = "a file that can be 
             pause = None if _is_final(error) else next(pauses, None)
             if pause is None:
                 tried = "" if _is_final(error) else f" (tried {len(PAUSES) + 1} times)"
-                raise DataError(f"{name}: expected {what}, got: {_describe(error)}{tried}") from error
+                raise DataError(f"{name}: expected {expected}, got: {_describe(error)}{tried}") from error
         time.sleep(pause)
 
 

@@ -71,12 +71,11 @@ class ReturnnDataset(SequenceSource):
         if not is_installed():
             raise DataError(f"{where}: expected the package returnn for {self._options['class']}, got none {INSTALL}")
         can_skip = not _contains(self._options, ALWAYS_FROM_THE_BEGINNING)
-        identity = fingerprint_of(self._options) if scanning.folder is not None else ""
-        return open_streamed(Reading(where, self._options, can_skip), identity, scanning, self._num_workers)
+        fingerprint = fingerprint_of(self._options) if scanning.folder is not None else ""
+        return open_streamed(Reading(where, self._options, can_skip), fingerprint, scanning, self._num_workers)
 
 
 def _contains(value: Any, name: str) -> bool:
-    """Whether a dataset dict, or one inside it, is of a class."""
     if isinstance(value, Mapping):
         return value.get("class") == name or any(_contains(inside, name) for inside in value.values())
     return isinstance(value, (list, tuple)) and any(_contains(inside, name) for inside in value)

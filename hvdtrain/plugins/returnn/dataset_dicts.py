@@ -65,8 +65,8 @@ def adapt(name: str, value: Any, defaults: Mapping[str, Any]) -> tuple[Any, list
         return {"class": "ReturnnDataset", "dataset": {**(defaults if name == "train" else {}), **value}}, []
     kind = KINDS.get(class_name(value) or "HDFDataset") if "class" not in value or class_name(value) else None
     value = {entry: given for entry, given in value.items() if given is not None or entry not in NONE_IN_RETURNN}
-    known = [] if kind is None else [key.name for key in declared_keys(kind)]
-    return (value, []) if kind is None else _without_entries(f"{name}.", value, known)
+    declared = [] if kind is None else [key.name for key in declared_keys(kind)]
+    return (value, []) if kind is None else _without_entries(f"{name}.", value, declared)
 
 
 def is_for_returnn(value: Any) -> bool:
@@ -94,11 +94,12 @@ def _inner(options: Mapping[str, Any]) -> dict[str, Any]:
     return inner
 
 
-def _without_entries(where: str, options: Mapping[str, Any], known: list[str]) -> tuple[dict[str, Any], list[Problem]]:
+def _without_entries(where: str, options: Mapping[str, Any], declared: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     """A dict without RETURNN's entries that its class does not have; the problems with those that have a meaning."""
-    left, problems = dict(options), list[Problem]()
-    for name in [name for name in left if name in RETURNN_ENTRIES and name not in known]:
-        value = left.pop(name)
+    remaining = dict(options)
+    problems: list[Problem] = []
+    for name in [name for name in remaining if name in RETURNN_ENTRIES and name not in declared]:
+        value = remaining.pop(name)
         nothing, instead = RETURNN_ENTRIES[name]
         members = list(value.values()) if isinstance(value, dict) else [value]
         if nothing is not None and any(member not in nothing for member in members):
@@ -107,7 +108,7 @@ def _without_entries(where: str, options: Mapping[str, Any], known: list[str]) -
                 "unsupported",
                 f"{where}{name}: expected {words}, as hvdtrain does not have this key of RETURNN, got {value!r} ({instead})",
             )
-    return left, problems
+    return remaining, problems
 
 
 DICTS = Adapter(adapt, (*BY_RETURNN, MULTI_PROC))

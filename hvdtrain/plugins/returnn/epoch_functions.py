@@ -14,7 +14,8 @@ from hvdtrain.training.callbacks import Training
 def epoch_functions_of(settings: Settings) -> list[EpochFunctions]:
     """What calls the functions of a config, if it has any. Raises: ConfigError."""
     keys = settings.of(EpochFunctionKeys)
-    start, end = as_function(keys.epoch_start, "epoch_start"), as_function(keys.epoch_end, "epoch_end")
+    start = as_function(keys.epoch_start, "epoch_start")
+    end = as_function(keys.epoch_end, "epoch_end")
     return [] if start is None and end is None else [EpochFunctions(start, end)]
 
 

@@ -68,9 +68,9 @@ class WatchedImports:
         fromlist: Sequence[str] = (),
         level: int = 0,
     ) -> ModuleType:
-        """Called by the config's `import` statements."""
         root = name.partition(".")[0]
-        if level == 0 and (root == ROOT or (root in OLD and root not in sys.modules and not _is_found(root))):
+        is_old = root in OLD and root not in sys.modules and importlib.machinery.PathFinder.find_spec(root) is None
+        if level == 0 and (root == ROOT or is_old):
             self.begin()
         elif name in sys.modules:
             return builtins.__import__(name, globals, locals, fromlist, level)
@@ -133,11 +133,6 @@ class WatchedImports:
         vars(log.log).update({f"v{level}": stream for level, stream in streams.items()})
         log.log.verbose = [False] * 6  # whether RETURNN may draw progress bars and the like
         log.log.initialized = True
-
-
-def _is_found(name: str) -> bool:
-    """Whether Python finds a module of the user's."""
-    return importlib.machinery.PathFinder.find_spec(name) is not None
 
 
 class Stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from hvdtrain.config.source import Source
 from hvdtrain.errors import problem
 from hvdtrain.plugins.returnn.imports import WatchedImports
 from hvdtrain.plugins.returnn.names import is_no_op
-from hvdtrain.plugins.returnn.network.source import NetworkSource, no_train_step
 from hvdtrain.plugins.returnn.older_data import older_extern_data, with_entries
 
 BACKEND = "tensorflow-net-dict"
@@ -34,6 +33,27 @@ FOR_THE_NETWORK = ("dynamic_learning_rate",)
 """Keys whose functions compute with tensors of the network's graph, so that RETURNN's updater calls them."""
 
 
+@dataclass(frozen=True)
+class NetworkSource:
+    """A config with a network, as the value of the key `get_model`.
+
+    Attributes:
+        values: the config's names as RETURNN's functions see them.
+        texts: the text of each config file, by its path.
+    """
+
+    values: Mapping[str, Any]
+    texts: Mapping[str, str]
+
+    def __call__(self, *, epoch: int, step: int, device: str, **_: Any) -> Any:
+        """The signature of `get_model`; the learner builds the network itself."""
+        return self.values.get("network")
+
+
+def no_train_step(*, model: Any, extern_data: Any, **_: Any) -> None:
+    """The value of the key `train_step`: the network defines the losses."""
+
+
 def uses_network(values: Mapping[str, Any]) -> bool:
     """Whether a config's model is a network of RETURNN.
 
@@ -48,7 +68,8 @@ def uses_network(values: Mapping[str, Any]) -> bool:
 def with_network(source: Source, imports: WatchedImports) -> Source:
     """The config with the network as its model."""
     imports.begin()
-    values, origins = dict(source.values), dict(source.origins)
+    values = dict(source.values)
+    origins = dict(source.origins)
     seen = {name: _parse(value, origins.get(name)) for name, value in values.items()}
     imports.set_config(seen)
     problems = list(source.problems)
@@ -108,7 +129,8 @@ def label_text(values: Mapping[str, Any], *, name: str, numbers: Any) -> str | N
     """The text of a layer's output by the vocabulary of its target in `extern_data`; None: that has none."""
     from returnn.datasets.util.vocabulary import Vocabulary  # here, as RETURNN may be missing
 
-    network, extern_data = values.get("network"), values.get("extern_data")
+    network = values.get("network")
+    extern_data = values.get("extern_data")
     options = network.get(name, {}) if isinstance(network, Mapping) else {}
     target = options.get("target") or values.get("target", "classes")
     entry = extern_data.get(target) if isinstance(extern_data, Mapping) else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,6 @@ PARSERS = {"feature_sequence": 2, "sparse": 1, "segment_alignment": 2}
 """The kinds of streams, and the number of axes of their datasets."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One stream of a file."""
-
-    name: str
-    parser: str
-
-
 class NextGenFile(IndexedDataset):
     """One file: opened, checked and indexed. Each dataset is opened once for its length.
 
@@ -46,7 +37,8 @@ class NextGenFile(IndexedDataset):
         self.path = path
         self._handles = handles
         self._size = 0  # of the file in bytes
-        self._sources: dict[str, _Source] = {}
+        self._stream_names: dict[str, str] = {}
+        self._parsers: dict[str, str] = {}
         self._names: list[str] = []
         with self._readable_errors(), self.open() as file:
             streams, lengths = self._index(file, input_stream_name)
@@ -61,7 +53,7 @@ class NextGenFile(IndexedDataset):
     def row(self, number: int) -> dict[str, Array]:
         file = self._handles.opened(self)
         with self._readable_errors():
-            return {key: _values(self._sources[key], self._dataset(file, key, number)[:]) for key in self.streams}
+            return {key: _values(self._parsers[key], self._dataset(file, key, number)[:]) for key in self.streams}
 
     def where(self, number: int) -> str:
         return f"{self.path}, {self._names[number]!r}"
@@ -81,12 +73,13 @@ class NextGenFile(IndexedDataset):
             raise layouts.damage_error(self.path, error) from None
 
     def _dataset(self, file: Opened, key: str, index: int) -> h5py.Dataset:
-        name = f"streams/{self._sources[key].name}/data"
+        name = f"streams/{self._stream_names[key]}/data"
         if name not in file.members:  # the group with the datasets: checked once for all of them
             layouts.check_links(self.path, file.handle, name, "refuse")
             file.members[name] = layouts.member(self.path, file.handle, name)
             self._size = layouts.file_size(file.members[name])
-        parent, last = file.members[name], self._names[index].replace("/", "\\")
+        parent = file.members[name]
+        last = self._names[index].replace("/", "\\")
         try:
             dataset = layouts.follow_link(self.path, parent, last, f"{name}/{last}", "refuse")
         except KeyError:
@@ -106,23 +99,26 @@ class NextGenFile(IndexedDataset):
             raise DataError(f"{self.path}: expected a stream {input_stream_name!r} (input_stream_name), got {', '.join(names)}")
         if "data" in names and input_stream_name != "data":
             raise DataError(f"{self.path}: expected 'data' to be the input stream, got {input_stream_name!r} and a stream 'data'")
-        streams, lengths = {}, {}
+        streams = {}
+        lengths = {}
         for name in [input_stream_name, *(name for name in names if name != input_stream_name)]:
             for inside in ("", "/data", "/feature_names"):
                 layouts.check_links(self.path, file, f"streams/{name}{inside}", "refuse")
             parser = layouts.member(self.path, file, f"streams/{name}").attrs.get("parser")
             parser = parser.decode() if isinstance(parser, bytes) else parser
             if parser not in PARSERS:
-                known = ", ".join(PARSERS)
-                raise DataError(f"{self.path}: expected attribute parser of /streams/{name} to be one of {known}, got {parser!r}")
+                parsers = ", ".join(PARSERS)
+                raise DataError(
+                    f"{self.path}: expected attribute parser of /streams/{name} to be one of {parsers}, got {parser!r}"
+                )
             key = "data" if name == input_stream_name else name
-            self._sources[key] = _Source(name, parser)
+            self._stream_names[key] = name
+            self._parsers[key] = parser
             streams[key], lengths[key] = self._inspect_stream(opened, key)
         return streams, lengths
 
     def _inspect_stream(self, file: Opened, key: str) -> tuple[Stream, Array]:
-        """The stream of a data key, and the lengths of all its sequences. Raises: DataError."""
-        source = self._sources[key]
+        parser = self._parsers[key]
         lengths = numpy.zeros(len(self._names), dtype=numpy.int32)
         first: tuple[Any, ...] | None = None
         for index in range(len(self._names)):
@@ -130,35 +126,32 @@ class NextGenFile(IndexedDataset):
             shape = dataset.shape
             kind = (dataset.dtype, shape[1:])
             first = first or kind
-            if len(shape) != PARSERS[source.parser] or kind != first:
+            if len(shape) != PARSERS[parser] or kind != first:
                 raise DataError(
-                    f"{self.path}: expected {PARSERS[source.parser]} axes ({source.parser}), dtype and width as in the first "
+                    f"{self.path}: expected {PARSERS[parser]} axes ({parser}), dtype and width as in the first "
                     f"sequence in {dataset.name}, got {dataset.dtype} {dataset.shape}"
                 )
-            if source.parser == "segment_alignment":
-                lengths[index] = 2 * _segment_lengths(dataset[:], f"{self.path}: ", dataset.name).sum()
+            if parser == "segment_alignment":
+                segments = dataset[:]
+                if segments.shape[1] != 2 or segments[:, 1].min(initial=0) < 0:
+                    rule = f"{self.path}: expected rows of (class, number of frames)"
+                    raise DataError(f"{rule} in {dataset.name}, got {segments[:3].tolist()}...")
+                lengths[index] = 2 * segments[:, 1].sum(dtype=numpy.int64)
             else:
                 lengths[index] = len(dataset)
         dtype, width = first or (numpy.dtype(numpy.float32), (0,))
-        if source.parser == "feature_sequence":
+        if parser == "feature_sequence":
             return Stream(dtype, width, width[0], sparse=False), lengths
-        place = f"streams/{source.name}/feature_names"
+        place = f"streams/{self._stream_names[key]}/feature_names"
         labels = tuple(layouts.texts_of(self.path, f"/{place}", layouts.strings_in(self.path, file.handle, place)[:]))
         if dtype.kind not in "iu":
-            raise DataError(f"{self.path}: expected integers in /streams/{source.name} ({source.parser}), got {dtype}")
+            raise DataError(f"{self.path}: expected integers in /streams/{self._stream_names[key]} ({parser}), got {dtype}")
         return Stream(dtype, (), len(labels), sparse=True, labels=labels), lengths
 
 
-def _segment_lengths(segments: Array, where: str, name: str) -> Array:
-    """The number of frames of every segment of an alignment. Raises: DataError."""
-    if segments.shape[1] != 2 or (len(segments) and segments[:, 1].min() < 0):
-        raise DataError(f"{where}expected rows of (class, number of frames) in {name}, got {segments[:3].tolist()}...")
-    return segments[:, 1].astype(numpy.int64)
-
-
-def _values(source: _Source, stored: Array) -> Array:
+def _values(parser: str, stored: Array) -> Array:
     """A sequence as stored; an alignment as class, end of segment (1 or 0), class, end, ... for every frame."""
-    if source.parser != "segment_alignment":
+    if parser != "segment_alignment":
         return stored
     lengths = stored[:, 1].astype(numpy.int64)
     frames = numpy.zeros((int(lengths.sum()), 2), dtype=stored.dtype)

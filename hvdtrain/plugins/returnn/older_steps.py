@@ -31,9 +31,9 @@ def with_older_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
     elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values()):
         wanted |= {"data", "run_ctx"}
 
-    def step(*, extern_data: Any, **others: Any) -> Any:
+    def step(*, extern_data: Any, **more: Any) -> Any:
         older = {name: OLDER[name](extern_data) for name in wanted & OLDER.keys()}
-        return function(**older, **({"extern_data": extern_data} if "extern_data" in wanted else {}), **others)
+        return function(**older, **({"extern_data": extern_data} if "extern_data" in wanted else {}), **more)
 
     return functools.update_wrapper(step, function, updated=())
 

@@ -47,7 +47,8 @@ class OpenedDataset:
         self._finish()
         self._call(f"whose epoch {epoch} can begin", lambda: self._dataset.init_seq_order(epoch))
         self._in_epoch = True
-        self._dense = {key: self._is_dense(key) for key in self._keys()}
+        keys = self._call("that knows its data keys", self._dataset.get_data_keys)
+        self._dense = {key: self._is_dense(key) for key in sorted(keys)}
 
     def num_sequences(self) -> int | None:
         """The number of sequences of the epoch; None if RETURNN does not know it."""
@@ -124,9 +125,6 @@ class OpenedDataset:
             self._in_epoch = False
             self._call("whose epoch can end", self._dataset.finish_epoch)
 
-    def _keys(self) -> list[str]:
-        return sorted(self._call("that knows its data keys", self._dataset.get_data_keys))
-
     def _is_dense(self, key: str) -> bool:
         """Whether a data key is dense. Some datasets describe texts by a dict, on which RETURNN's method raises an exception."""
         described = (self._dataset.num_outputs or {}).get(key)
@@ -139,12 +137,12 @@ class OpenedDataset:
         arrays = {key: _frames(self._dataset.get_data(number, key), dense) for key, dense in self._dense.items()}
         return str(self._dataset.get_tag(number)), arrays
 
-    def _call(self, what: str, function: Callable[[], Any]) -> Any:
+    def _call(self, rule: str, function: Callable[[], Any]) -> Any:
         """Call RETURNN, which may raise any exception for bad data, often an assertion without a message. Raises: DataError."""
         try:
             return function()
         except Exception as error:
-            raise DataError(f"{self.name}: expected a dataset {what}, got {raised_text(error)}") from error
+            raise DataError(f"{self.name}: expected a dataset {rule}, got {raised_text(error)}") from error
 
 
 def without_processes(value: Any) -> Any:
@@ -174,19 +172,18 @@ def without_processes(value: Any) -> Any:
     return options
 
 
-def num_parts(value: Any) -> int:
-    """The number of epochs after which a dataset dict, with all those inside it, is back at its first part.
+def num_sub_epochs(value: Any) -> int:
+    """After how many epochs a dataset dict, with all those inside it, is back at its first sequences.
 
-    >>> num_parts({"dataset": {"partition_epoch": 3}, "partition_epoch": 2})
+    >>> num_sub_epochs({"dataset": {"partition_epoch": 3}, "partition_epoch": 2})
     6
     """
     inside: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    parts = value.get("partition_epoch") if isinstance(value, Mapping) else None
-    return int(parts or 1) * math.prod(map(num_parts, inside))
+    number = value.get("partition_epoch") if isinstance(value, Mapping) else None
+    return int(number or 1) * math.prod(map(num_sub_epochs, inside))
 
 
 def _has_argument(module: str, name: str, argument: str) -> bool:
-    """Whether a class of the installed RETURNN has an argument that not all versions have."""
     return argument in inspect.signature(getattr(importlib.import_module(module), name).__init__).parameters
 
 
@@ -205,10 +202,11 @@ def _returnn() -> Callable[[dict[str, Any]], Any]:
         from tree import map_structure  # noqa: F401  # of the package dm-tree, which RETURNN needs but does not declare
     except ImportError as error:
         raise DataError(f"ReturnnDataset: expected the packages returnn and dm-tree, got: {error} {INSTALL}") from None
-    config, of_config = Config(), get_global_config(raise_exception=False)
-    if of_config is not None:
-        typed = {name: value for name, value in of_config.typed_dict.items() if name not in OF_LAUNCHES}
-        config.dict, config.typed_dict = dict(of_config.dict), typed
+    config = Config()
+    present = get_global_config(raise_exception=False)
+    if present is not None:
+        config.dict = dict(present.dict)
+        config.typed_dict = {name: value for name, value in present.typed_dict.items() if name not in OF_LAUNCHES}
     set_global_config(config)
     if not log.initialized:
         log.initialize(logs=[logging.StreamHandler()], verbosity=[2], propagate=True)  # stderr; the default is stdout
@@ -238,7 +236,9 @@ class Reading(StreamReading):
 
     def __init__(self, where: str, options: Mapping[str, Any], can_skip: bool) -> None:
         super().__init__()
-        self.where, self.can_skip, self.num_parts = where, can_skip, num_parts(options)
+        self.where = where
+        self.can_skip = can_skip
+        self.num_sub_epochs = num_sub_epochs(options)
         self.name = f"{options['class']} of RETURNN"
         self._options = options
         self._opened: OpenedDataset | None = None
@@ -284,7 +284,8 @@ class Reading(StreamReading):
 
     def order(self, epoch: int) -> tuple[Array, int] | None:
         self._begin(epoch)
-        order, tags = self._dataset.order(), self._dataset.all_tags()
+        order = self._dataset.order()
+        tags = self._dataset.all_tags()
         return None if order is None or tags is None else (order, zlib.crc32(tags.tobytes()))
 
     def all_tags(self) -> Array | None:

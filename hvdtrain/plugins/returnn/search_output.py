@@ -50,12 +50,17 @@ class SearchWriter:
     """
 
     def __init__(self, keys: SearchKeys, streams: Mapping[str, Stream]) -> None:
-        _check(keys)
+        if isinstance(keys.search_output_layer, list) and keys.search_output_file_format != "py":
+            raise ConfigError.of(
+                "conflict", "search_output_file_format: expected 'py' with a list of outputs (search_output_layer), got 'txt'"
+            )
         self._path = Path(str(keys.search_output_file))
+        if self._path.exists():
+            raise DataError(f"{self._path}: expected a file that does not exist yet (search_output_file), got an existing one")
         self._unfinished = self._path.with_name(f"{self._path.name}.unfinished")
         self._wanted = keys.search_output_layer
         self._is_python = keys.search_output_file_format == "py"
-        self._own_text = _own_text(keys.search_labels)
+        self._text_of_config = text_function(keys.search_labels)
         self._labels = _labels(keys.search_labels, streams)
         self._tags: set[str] = set()
 
@@ -128,7 +133,7 @@ class SearchWriter:
             return " ".join(map(str, value.tolist())) if value.ndim else str(value.item())
         if value.dtype.kind not in "iu":
             return value
-        text = self._own_text(name=name, numbers=value) if self._own_text is not None else None
+        text = self._text_of_config(name=name, numbers=value) if self._text_of_config is not None else None
         if text is not None:
             return str(text)
         if not self._labels:
@@ -140,18 +145,6 @@ class SearchWriter:
         if wrong.size:
             raise DataError(f"output {name!r}: expected numbers below {len(self._labels)} (the labels), got {wrong.flat[0]}")
         return " ".join(self._labels[number] for number in value.reshape(-1).tolist())
-
-
-def _check(keys: SearchKeys) -> None:
-    """Raises: ConfigError; DataError, if the file exists."""
-    if isinstance(keys.search_output_layer, list) and keys.search_output_file_format != "py":
-        raise ConfigError.of(
-            "conflict", "search_output_file_format: expected 'py' with a list of outputs (search_output_layer), got 'txt'"
-        )
-    if keys.search_output_file is not None and Path(keys.search_output_file).exists():
-        raise DataError(
-            f"{keys.search_output_file}: expected a file that does not exist yet (search_output_file), got an existing one"
-        )
 
 
 def as_code(value: Any) -> str:
@@ -213,8 +206,7 @@ def _scores(name: str, outputs: Mapping[str, Array], beam: int) -> list[float]:
     return [float(str(score)) for score in scores]
 
 
-def _own_text(value: Any) -> Callable[..., Any] | None:
-    """The config's function. Raises: ConfigError."""
+def text_function(value: Any) -> Callable[..., Any] | None:
     function = as_function(value, "search_labels") if isinstance(value, str) and ":" in value else value
     return function if callable(function) else None
 

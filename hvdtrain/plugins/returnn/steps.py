@@ -49,7 +49,8 @@ SEED = 42
 def wrap_functions(source: Source, imports: WatchedImports) -> Source:
     """The config with its functions wrapped."""
     imports.set_config(source.values)
-    values, problems = dict(source.values), []
+    values = dict(source.values)
+    problems: list[Problem] = []
     try:
         select_torch(values.get("behavior_version"))
     except Exception as error:  # RETURNN raises errors of several kinds, or an assert fails
@@ -91,10 +92,12 @@ def _wrapped_functions(values: Mapping[str, Any], steps: Steps, precision: Preci
         wrapped["get_model"] = _model_maker(values["get_model"], values, precision)
     for name in ("epoch_start", "epoch_end"):
         if callable(values.get(name)):
-            wrapped[name] = _with_own_model(values[name])
+            wrapped[name] = _with_model_of_config(values[name])
     hooks = values.get("load_model_post_hooks")
     if isinstance(hooks, (list, tuple)):
-        wrapped["load_model_post_hooks"] = [precision.wrap(_with_own_model(hook)) if callable(hook) else hook for hook in hooks]
+        wrapped["load_model_post_hooks"] = [
+            precision.wrap(_with_model_of_config(hook)) if callable(hook) else hook for hook in hooks
+        ]
     if values.get("search_output_file") and values.get("search_labels") is None:
         wrapped["search_labels"] = steps.text
     callback = values.get("forward_callback")
@@ -158,7 +161,8 @@ def _templates(key: str, entries: Any) -> tuple[TensorDict | None, list[Problem]
         return None, []
     if not isinstance(entries, Mapping):
         return None, problem("wrong-type", f"{key}: expected a dict of dicts by data key, got {entries!r}")
-    templates, problems = TensorDict(), []
+    templates = TensorDict()
+    problems: list[Problem] = []
     for name, options in entries.items():
         try:
             templates.update({name: options}, auto_convert=True)
@@ -191,10 +195,10 @@ def _packing_of(packing: dict[str, Any], name: str) -> dict[str, int] | None:
 def _model_maker(function: Callable[..., Any], values: Mapping[str, Any], precision: Precision) -> Callable[..., torch.nn.Module]:
     """A get_model that returns a torch.nn.Module, initialized with RETURNN's random numbers."""
 
-    def get_model(*, epoch: int, step: int, **others: Any) -> Any:
+    def get_model(*, epoch: int, step: int, **more: Any) -> Any:
         seed = int(values.get("random_seed", SEED))
         rf.set_random_seed((epoch * 193939 + step * 19937 + seed * 27644437 + 479001599) % 2**31)  # as RETURNN's engine
-        model = function(epoch=epoch, step=step, **others)
+        model = function(epoch=epoch, step=step, **more)
         if isinstance(model, torch.nn.Module):
             return precision.cast(model)
         if not isinstance(model, rf.Module):
@@ -208,13 +212,13 @@ def _model_maker(function: Callable[..., Any], values: Mapping[str, Any], precis
     return _copy_metadata(get_model, function)
 
 
-def own_model(model: torch.nn.Module) -> Any:
+def model_of_config(model: torch.nn.Module) -> Any:
     """The model that the config defines: an rf.Module, or the torch.nn.Module itself."""
     return wrapped_pt_module_to_rf_module(model) or model
 
 
-def _with_own_model(function: Callable[..., Any]) -> Callable[..., Any]:
-    return _copy_metadata(lambda *, model, **others: function(model=own_model(model), **others), function)
+def _with_model_of_config(function: Callable[..., Any]) -> Callable[..., Any]:
+    return _copy_metadata(lambda *, model, **more: function(model=model_of_config(model), **more), function)
 
 
 class Steps:
@@ -255,7 +259,7 @@ class Steps:
         *,
         model: torch.nn.Module,
         extern_data: Mapping[str, BatchEntry],
-        **others: Any,
+        **more: Any,
     ) -> None:
         """Call a step, and copy its marks from RETURNN's run context to hvdtrain's. Raises: ConfigError."""
         context = get_run_ctx()
@@ -270,7 +274,7 @@ class Steps:
             rf.init_forward_step_run_ctx(expected_outputs=self._outputs, step=last, epoch=context.epoch)
         try:
             with rf.set_default_device_ctx(device), self._precision.default():
-                function(model=own_model(model), extern_data=tensors, **others)
+                function(model=model_of_config(model), extern_data=tensors, **more)
                 if stage == "train_step":
                     mark_losses(rf.get_run_ctx().losses, context)
                 else:
@@ -403,7 +407,7 @@ class Callback:
         self._steps = steps
 
     def init(self, *, model: torch.nn.Module) -> None:
-        self._inner.init(model=own_model(model))
+        self._inner.init(model=model_of_config(model))
 
     def process_seq(self, *, seq_tag: str, outputs: Mapping[str, Any]) -> None:
         tensors = TensorDict()
@@ -443,7 +447,6 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _options_of(entry: BatchEntry) -> dict[str, Any]:
-    """An entry of `extern_data`, derived from the data."""
     raw = entry.raw_tensor
     sizes = tuple(raw.shape[1:] if not isinstance(entry, TorchData) else raw.shape[2:])
     is_sparse = not sizes and not (_is_tensor(raw) and raw.is_floating_point())
@@ -457,7 +460,9 @@ def _raw_values(name: str, template: Tensor, batch: Mapping[str, BatchEntry]) ->
         raise ConfigError.of(
             "unknown-key", f"extern_data.{name}: expected one of the dataset's data keys ({', '.join(batch)}), got none of them"
         )
-    raw, seq_lens, dims = batch[name].raw_tensor, batch[name].seq_lens, template.dims
+    raw = batch[name].raw_tensor
+    seq_lens = batch[name].seq_lens
+    dims = template.dims
     if not isinstance(batch[name], TorchData) and _has_time(template):
         dims = template.dims[1:]  # the frames of all sequences are one axis
     elif not isinstance(batch[name], TorchData) and bool((seq_lens == 1).all()):

@@ -21,44 +21,40 @@ class Watched(WatchedImports):
     """One config, of which the imports are watched, and which is then translated."""
 
     def translate(self, source: Source, keys: Collection[str], booleans: Collection[str]) -> Source:
-        return translate(source, self, keys, booleans)
-
-
-def translate(source: Source, imports: WatchedImports, keys: Collection[str], booleans: Collection[str]) -> Source:
-    """As `Translation.translate`, given the imports of the config."""
-    honoured = names.KEYS_OF_NETWORKS if uses_network(source.values) else frozenset()
-    if honoured:
-        source = with_network(source, imports)
-    elif imports.has_returnn:
-        source = _with_wrapped_functions(source, imports)
-    aliases = names.ALIASES | (names.EPOCH_OF_MODEL if _has_epoch_of_model(source, has_network=bool(honoured)) else {})
-    origins, values = _our_names(source.origins, aliases), _our_names(source.values, aliases)
-    if source.is_foreign and callable(values.get("startup_callback")):
-        values["startup_callback"] = _with_config(values["startup_callback"])
-    values, remarks = convert_values(values, origins, booleans, for_returnn=source.is_foreign)
-    in_dict: list[Problem] = []
-    if isinstance(values.get("torch_distributed"), dict):
-        values["torch_distributed"], in_dict = _torch_distributed(values["torch_distributed"])
-    ignored = ignored_by_returnn(values) if source.is_foreign else ()
-    values = {name: value for name, value in values.items() if name not in ignored or name not in keys}
-    translated = replace(source, values=values, origins=origins)
-    misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
-    without = {name: value for name, value in source.values.items() if name not in honoured and name not in aliases}
-    unused = [*names.without_effect(without), *ignored]
-    notes = source.notes + ((f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ())
-    notes += tuple(_differences(source, values)) if source.is_foreign else ()
-    return replace(
-        translated,
-        problems=(
-            *source.problems,
-            *_unsupported_problems(translated, {*ignored, *honoured}),
-            *_duplicate_problems(source, aliases),
-            *in_dict,
-        ),
-        foreign_names=names.READ_BY_RETURNN.union(names.BY_VALUES, names.UNSUPPORTED, misspelt),
-        warnings=(*source.warnings, *misspelt.values(), *remarks),
-        notes=notes,
-    )
+        honoured = names.KEYS_OF_NETWORKS if uses_network(source.values) else frozenset()
+        if honoured:
+            source = with_network(source, self)
+        elif self.has_returnn:
+            source = _with_wrapped_functions(source, self)
+        aliases = names.ALIASES | (names.EPOCH_OF_MODEL if _has_epoch_of_model(source, has_network=bool(honoured)) else {})
+        origins = _our_names(source.origins, aliases)
+        values = _our_names(source.values, aliases)
+        if source.is_foreign and callable(values.get("startup_callback")):
+            values["startup_callback"] = _with_config(values["startup_callback"])
+        values, remarks = convert_values(values, origins, booleans, for_returnn=source.is_foreign)
+        in_dict: list[Problem] = []
+        if isinstance(values.get("torch_distributed"), dict):
+            values["torch_distributed"], in_dict = _torch_distributed(values["torch_distributed"])
+        ignored = ignored_by_returnn(values) if source.is_foreign else ()
+        values = {name: value for name, value in values.items() if name not in ignored or name not in keys}
+        translated = replace(source, values=values, origins=origins)
+        misspelt = _misspelling_warnings(translated, keys) if source.is_foreign else {}
+        without = {name: value for name, value in source.values.items() if name not in honoured and name not in aliases}
+        unused = [*names.without_effect(without), *ignored]
+        notes = source.notes + ((f"RETURNN reads from a config, and hvdtrain does not: {', '.join(unused)}",) if unused else ())
+        notes += tuple(_differences(source, values)) if source.is_foreign else ()
+        return replace(
+            translated,
+            problems=(
+                *source.problems,
+                *_unsupported_problems(translated, {*ignored, *honoured}),
+                *_duplicate_problems(source, aliases),
+                *in_dict,
+            ),
+            foreign_names=names.READ_BY_RETURNN.union(names.BY_VALUES, names.UNSUPPORTED, misspelt),
+            warnings=(*source.warnings, *misspelt.values(), *remarks),
+            notes=notes,
+        )
 
 
 def _differences(source: Source, values: Mapping[str, Any]) -> Iterator[str]:
@@ -71,7 +67,8 @@ def _differences(source: Source, values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: RETURNN's engine for PyTorch does not read it"
     train = values.get("train")
     if isinstance(train, Mapping) and train.get("class") == "MetaDataset":
-        control, members = train.get("seq_order_control_dataset"), train.get("datasets")
+        control = train.get("seq_order_control_dataset")
+        members = train.get("datasets")
         member = members.get(control) if isinstance(members, Mapping) else None
         by_itself = train.get("seq_ordering", values.get("batching"))
         if isinstance(member, Mapping) and by_itself not in (None, "default", member.get("seq_ordering")):
@@ -89,12 +86,10 @@ def _has_epoch_of_model(source: Source, *, has_network: bool) -> bool:
 
 
 def _with_config(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A startup_callback that gets RETURNN's global config."""
-
-    def startup_callback(**others: Any) -> Any:
+    def startup_callback(**more: Any) -> Any:
         from returnn.config import get_global_config  # here, as a config for RETURNN has imported it
 
-        return function(config=get_global_config(), **others)
+        return function(config=get_global_config(), **more)
 
     return startup_callback
 
@@ -113,8 +108,7 @@ def _torch_distributed(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list
     """The entries of the dict that hvdtrain has, and problems with those that only RETURNN has."""
     options = entries.get("options")
     is_without_effect = isinstance(options, dict) and all(name in names.OF_THE_WRAPPER for name in options)
-    own_entries = {name: value for name, value in entries.items() if name not in names.TORCH_DISTRIBUTED}
-    return own_entries, [
+    return {name: value for name, value in entries.items() if name not in names.TORCH_DISTRIBUTED}, [
         Problem.of("unsupported", f"torch_distributed.{name}: RETURNN's entry is not needed here ({reason})")
         for name, reason in names.TORCH_DISTRIBUTED.items()
         if name in entries and not (name == "options" and is_without_effect)
@@ -125,12 +119,12 @@ def _unsupported_problems(source: Source, ignored: Collection[str]) -> Iterator[
     """Problems with keys of RETURNN that would change the training, except those that RETURNN itself ignores."""
     for name, value in source.values.items():
         if name in names.UNSUPPORTED and name not in ignored and not names.is_no_op(name, value):
-            where, why = source.origins[name], names.UNSUPPORTED[name]
+            where = source.origins[name]
+            why = names.UNSUPPORTED[name]
             yield from problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {where} ({why})")
 
 
 def _duplicate_problems(source: Source, aliases: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems with keys that a file sets under both of their names."""
     for alias, name in aliases.items():
         if alias in source.values and name in source.values:
             yield from problem("conflict", f"{alias}: expected either {alias} or {name}, which mean the same, got both")
@@ -138,10 +132,10 @@ def _duplicate_problems(source: Source, aliases: Mapping[str, str]) -> Iterator[
 
 def _misspelling_warnings(source: Source, keys: Collection[str]) -> dict[str, str]:
     """Warnings about names in a config for RETURNN that look like misspelt keys, by name. RETURNN would ignore them."""
-    known = {*keys, *names.ALIASES, *names.UNSUPPORTED, *names.READ_BY_RETURNN}
+    names_read = {*keys, *names.ALIASES, *names.UNSUPPORTED, *names.READ_BY_RETURNN}
     lines = {}
     for name, value in source.values.items():
-        if name in known or is_no_key(name, value) or source.origins[name] in OVERRIDING:
+        if name in names_read or is_no_key(name, value) or source.origins[name] in OVERRIDING:
             continue
         if match := closest(name, keys):
             lines[name] = f"{name} in {source.origins[name]}: neither RETURNN nor hvdtrain reads it (did you mean {match}?)"

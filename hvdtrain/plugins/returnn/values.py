@@ -99,7 +99,8 @@ def convert_values(
     Returns:
         The values, and remarks for the log about changed ones.
     """
-    converted, remarks = dict(values), []
+    converted = dict(values)
+    remarks = []
     for name, value in values.items():
         if value is None and name in booleans:
             converted[name] = False
@@ -118,7 +119,7 @@ def convert_values(
         if isinstance(converted.get(name), str) and converted[name] in ("train", "dev", "eval"):
             converted[name] = converted.get(converted[name])
     if _is_true(converted.get("dry_run")) and converted.get("task", "train") == "train":
-        converted["task"], converted["dry_run"] = "dry_run", None
+        converted |= {"task": "dry_run", "dry_run": None}
         remarks.append("dry_run: runs some steps and writes nothing, as --dry-run does")
     if for_returnn and _is_true(converted.get("use_dummy_datasets")) and converted.get("extern_data"):
         converted |= dummy_datasets(converted)

@@ -32,11 +32,11 @@ def compare_with_checkpoint(settings: Settings, comm: Communicator, progress: Pr
     def compare() -> tuple[dict[str, list[Identity]], bool]:
         epoch = progress.current if progress.current is not None and not progress.current.trained else None
         has_changed = False
-        for name, parts in datasets.items():
+        for name, leaves in datasets.items():
             before = progress.data.get(name)
             if before is None:
                 continue
-            differences = list(changes(before, parts))
+            differences = list(changes(before, leaves))
             is_begun = epoch is not None and name == "train"
             if differences and is_begun and not accept:
                 raise CheckpointError(
@@ -47,10 +47,10 @@ def compare_with_checkpoint(settings: Settings, comm: Communicator, progress: Pr
             has_changed = has_changed or bool(differences and is_begun)
             if differences:
                 log.write(2 if is_begun else 3, f"{name}: other data than in the checkpoint: {'; '.join(differences)}")
-            elif files := rewritten_files(before, parts):
+            elif files := rewritten_files(before, leaves):
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
                 log.detail(f"{name}: {files[0]}{more}: written since the checkpoint; lengths, tags and some values are the same")
-        return {name: identify(parts) for name, parts in datasets.items() if parts}, has_changed
+        return {name: identify(leaves) for name, leaves in datasets.items() if leaves}, has_changed
 
     progress.data, has_changed = on_rank_zero(comm, compare, name="data")
     if has_changed and progress.current is not None:
@@ -63,7 +63,8 @@ def compare_ranks(comm: Communicator, feeds: Sequence[Feed], epoch: int) -> None
         for times in (2, AGAIN):
             sample = together(comm, partial(sample_of, feed.dataset, epoch, times), name="sample")
             by_rank = comm.gather(sample if comm.rank == 0 else sample.outline(), name="samples")
-            texts, first = as_close(sample, by_rank), as_close(by_rank[0], by_rank)
+            texts = as_close(sample, by_rank)
+            first = as_close(by_rank[0], by_rank)
             if feed.distribution != "shard":  # ranks may have other sequences, but not the same ones with other values
                 same = {place for place, name in by_rank[0].names.items() if sample.names.get(place) == name}
                 texts = {place: texts[place] if place in same else text for place, text in first.items()}

@@ -36,9 +36,11 @@ Identity = dict[str, Any]
     samples     by data key, of some sequences the index and what `_numbers` returns
 """
 
-TAGS, BLOCKS = 512, 16
-"""The tags per block, and the number of blocks of all datasets together. Tags that are read from the sequences are sampled like
-values instead."""
+TAGS = 512
+"""The tags per block. Tags that are read from the sequences are sampled like values instead."""
+
+BLOCKS = 16
+"""The number of blocks of all datasets together."""
 
 SEQUENCES = 64
 """The number of sequences whose values are read, of all datasets together."""
@@ -59,27 +61,27 @@ Values = dict[str, tuple[tuple[int, ...], list[float]]]
 """Of a sequence by data key: the shape, and what `_numbers` returns."""
 
 
-def identify(parts: Sequence[DatasetPart]) -> list[Identity]:
-    """The identities of the parts of a dataset. Raises: DataError, if they cannot be read."""
-    identities = [_identity(part, BLOCKS // len(parts), SEQUENCES // len(parts)) for part in parts]
-    for part in parts:
-        part.dataset.release()
+def identify(leaves: Sequence[DatasetPart]) -> list[Identity]:
+    """The identities of a dataset's leaves, the datasets without others inside. Raises: DataError, if they cannot be read."""
+    identities = [_identity(leaf, BLOCKS // len(leaves), SEQUENCES // len(leaves)) for leaf in leaves]
+    for leaf in leaves:
+        leaf.dataset.release()
     return identities
 
 
-def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
-    dataset = part.dataset
-    number = part.dataset.num_sequences
+def _identity(leaf: DatasetPart, blocks: int, sequences: int) -> Identity:
+    dataset = leaf.dataset
+    number = leaf.dataset.num_sequences
     size, blocks = (1, sequences) if dataset.reads_for_tags else (TAGS, blocks)
-    values_by_index, random = _read(part, _sampled(part, sequences), 1 if part.files else 2)
+    values_by_index, random = _read(leaf, _sampled(leaf, sequences), 1 if leaf.files else 2)
     starts = [size * block for block in _spread(-(-number // size), blocks)]
     ends = [min(start + size, number) for start in starts]
     return {
-        "name": part.name,
-        "bounds": part.bounds,
-        "files": [[path, *_size_and_time(path)] for path in part.files],
+        "name": leaf.name,
+        "bounds": leaf.bounds,
+        "files": [[path, *_size_and_time(path)] for path in leaf.files],
         "lengths": {
-            key: [_lengths_checksum(column[a:b]) for a, b in pairwise(part.bounds)] for key, column in dataset.lengths.items()
+            key: [_lengths_checksum(column[a:b]) for a, b in pairwise(leaf.bounds)] for key, column in dataset.lengths.items()
         },
         "tags": [
             [*block, tags] for block in zip(starts, ends, strict=True) if (tags := _tags_checksum(dataset, *block)) is not None
@@ -93,66 +95,61 @@ def _identity(part: DatasetPart, blocks: int, sequences: int) -> Identity:
     }
 
 
-def _sampled(part: DatasetPart, wanted: int) -> list[int]:
+def _sampled(leaf: DatasetPart, wanted: int) -> list[int]:
     """Sequences whose values are compared: none of a dataset that is read from beginning to end."""
-    if part.dataset.has_fixed_order:
+    if leaf.dataset.has_fixed_order:
         return []
-    if not part.files:
-        return _spread(part.dataset.num_sequences, OWN_SEQUENCES)
-    indices = set(_spread(part.dataset.num_sequences, wanted))
-    if len(part.bounds) <= wanted:
-        indices |= {(start + end) // 2 for start, end in pairwise(part.bounds) if start < end}
+    if not leaf.files:
+        return _spread(leaf.dataset.num_sequences, OWN_SEQUENCES)
+    indices = set(_spread(leaf.dataset.num_sequences, wanted))
+    if len(leaf.bounds) <= wanted:
+        indices |= {(start + end) // 2 for start, end in pairwise(leaf.bounds) if start < end}
     return sorted(indices)
 
 
-def changes(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> Iterator[str]:
-    """The first change in each part, such as 'other values in sequence 'a' of train.hdf'.
-
-    Raises:
-        DataError: a part cannot be read.
-    """
-    if len(before) != len(parts):
-        yield f"{len(parts)} datasets instead of {len(before)}"
+def changes(before: Sequence[Identity], leaves: Sequence[DatasetPart]) -> Iterator[str]:
+    """The first change in each leaf, such as 'other values in sequence 'a' of train.hdf'. Raises: DataError."""
+    if len(before) != len(leaves):
+        yield f"{len(leaves)} datasets instead of {len(before)}"
         return
     by_name = {identity["name"]: identity for identity in before}
-    for identity, part in zip(before, parts, strict=True):
-        change = next(_differences(by_name.get(part.name, identity), part), None)
+    for identity, leaf in zip(before, leaves, strict=True):
+        change = next(_differences(by_name.get(leaf.name, identity), leaf), None)
         if change is not None:
             yield change
 
 
-def rewritten_files(before: Sequence[Identity], parts: Sequence[DatasetPart]) -> list[str]:
+def rewritten_files(before: Sequence[Identity], leaves: Sequence[DatasetPart]) -> list[str]:
     """The files whose size or modification time has changed."""
     old = {path: about for identity in before for path, *about in identity["files"]}
-    return [path for part in parts for path in part.files if path in old and old[path] != _size_and_time(path)]
+    return [path for leaf in leaves for path in leaf.files if path in old and old[path] != _size_and_time(path)]
 
 
-def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
-    """The changes in one part."""
-    dataset = part.dataset
-    bounds = part.bounds
+def _differences(before: Identity, leaf: DatasetPart) -> Iterator[str]:
+    dataset = leaf.dataset
+    bounds = leaf.bounds
     if bounds[-1] != before["bounds"][-1]:
         now = numpy.diff(bounds).tolist()
         old = numpy.diff(before["bounds"]).tolist()
         place = next((place for place, (a, b) in enumerate(zip(old, now, strict=False)) if a != b), 0)
         if len(now) == len(old):
-            yield f"{now[place]} sequences instead of {old[place]} in {_place(before, part, bounds[place])}"
-        yield f"{bounds[-1]} sequences instead of {before['bounds'][-1]} in {part.name}"
+            yield f"{now[place]} sequences instead of {old[place]} in {_place(before, leaf, bounds[place])}"
+        yield f"{bounds[-1]} sequences instead of {before['bounds'][-1]} in {leaf.name}"
         return
     for key, checksums in before["lengths"].items():
         if key not in dataset.lengths:
-            yield f"no data key {key!r} in {_place(before, part, 0)}"
+            yield f"no data key {key!r} in {_place(before, leaf, 0)}"
             return
         for (start, end), checksum in zip(pairwise(before["bounds"]), checksums, strict=True):
             if _lengths_checksum(dataset.lengths[key][start:end]) != checksum:
-                yield f"other lengths of {key!r} in {_place(before, part, start)}"
+                yield f"other lengths of {key!r} in {_place(before, leaf, start)}"
     for start, end, checksum in before["tags"]:
         if _tags_checksum(dataset, start, end) not in (None, checksum):
-            yield f"other tags in {_place(before, part, start)}"
+            yield f"other tags in {_place(before, leaf, start)}"
     if dataset.has_fixed_order:
         return
     columns = before.get("samples", {})
-    values_now, _ = _read(part, sorted({index for column in columns.values() for index, *_ in column}))
+    values_now, _ = _read(leaf, sorted({index for column in columns.values() for index, *_ in column}))
     changed = {
         (index, key)
         for key, column in columns.items()
@@ -163,9 +160,9 @@ def _differences(before: Identity, part: DatasetPart) -> Iterator[str]:
         if _checksum(dataset, index, before["lengths"]) != checksum:
             changed |= {(index, key) for key in before["lengths"]}
     if changed:
-        _, random = _read(part, sorted({*_spread(dataset.num_sequences, OWN_SEQUENCES), min(changed)[0]}), AGAIN)
+        _, random = _read(leaf, sorted({*_spread(dataset.num_sequences, OWN_SEQUENCES), min(changed)[0]}), AGAIN)
         for index in sorted({index for index, key in changed if key not in random}):
-            yield f"other values in sequence {dataset.tags([index])[0]!r} of {_place(before, part, index)}"
+            yield f"other values in sequence {dataset.tags([index])[0]!r} of {_place(before, leaf, index)}"
 
 
 @dataclass(frozen=True)
@@ -194,16 +191,18 @@ def sample_of(whole: Dataset, epoch: int, times: int) -> Sample:
         times: how often sequences are read.
     """
     dataset = whole.at_epoch(epoch)
-    part = DatasetPart("", dataset)
+    leaf = DatasetPart("", dataset)
     number = dataset.num_sequences
-    values_by_index, random = _read(part, _sampled(part, OWN_SEQUENCES), times)
-    names, numbers = {}, {}
+    values_by_index, random = _read(leaf, _sampled(leaf, OWN_SEQUENCES), times)
+    names = {}
+    numbers = {}
     for index, values in values_by_index.items():
         shapes = {key: shape for key, (shape, _) in values.items()}
         names[f"sequence {index}"] = f"{dataset.tags([index])[0]!r}, {shapes}"
         numbers[f"sequence {index}"] = {key: numbers for key, (_, numbers) in values.items()}
     for block in [] if dataset.reads_for_tags else _spread(-(-number // TAGS), BLOCKS):
-        start, stop = TAGS * block, min(TAGS * (block + 1), number)
+        start = TAGS * block
+        stop = min(start + TAGS, number)
         names[f"tags of sequences {start} to {stop - 1}"] = f"checksum {_tags_checksum(dataset, start, stop):08x}"
     return Sample(names, numbers, frozenset(random))
 
@@ -225,8 +224,8 @@ def as_close(sample: Sample, by_rank: Sequence[Sample]) -> dict[str, str]:
         for key, numbers in sample.numbers.get(place, {}).items():
             if key not in random:
                 shown = firsts[key] if _is_close(numbers, firsts.get(key, [])) else numbers
-                what = "checksum" if len(shown) == 1 else "sums"
-                texts[place] += f", {what} of {key!r} {' '.join(f'{number:.10g}' for number in shown)}"
+                kind = "checksum" if len(shown) == 1 else "sums"
+                texts[place] += f", {kind} of {key!r} {' '.join(f'{number:.10g}' for number in shown)}"
     return texts
 
 
@@ -257,14 +256,14 @@ def _is_close(first: Sequence[float], second: Sequence[float]) -> bool:
     return not numpy.isfinite(first[0]) or abs(first[2] - second[2]) <= 1e-2 * first[0] + 1e-6
 
 
-def _place(before: Identity, part: DatasetPart, index: int) -> str:
+def _place(before: Identity, leaf: DatasetPart, index: int) -> str:
     """The file that contains a sequence, and changes of its size and time."""
-    path = part.file_of(index)
+    path = leaf.file_of(index)
     if path is None:
-        return ", ".join(part.files[:3]) or part.name
+        return ", ".join(leaf.files[:3]) or leaf.name
     now = _size_and_time(path)
     about = [path]
-    old = next(([size, modified] for known, size, modified in before["files"] if known == path), now)
+    old = next((size_and_time for file, *size_and_time in before["files"] if file == path), now)
     if now[0] != old[0]:
         about.append(f"{now[0]} bytes instead of {old[0]}")
     if now[1] != old[1]:
@@ -283,12 +282,11 @@ def _spread(number: int, wanted: int) -> list[int]:
 
 
 def _size_and_time(path: str) -> list[int]:
-    """Size, and modification time in nanoseconds; zeros if the file is gone."""
-    try:
+    """In bytes and nanoseconds; zeros if the file is gone."""
+    with suppress(OSError):
         about = os.stat(path)
-    except OSError:
-        return [0, 0]
-    return [about.st_size, about.st_mtime_ns]
+        return [about.st_size, about.st_mtime_ns]
+    return [0, 0]
 
 
 def _lengths_checksum(column: Array) -> int:
@@ -306,7 +304,7 @@ def _tags_checksum(dataset: Dataset, start: int, end: int) -> int | None:
         return None
 
 
-def _read(part: DatasetPart, indices: Sequence[int], times: int = 1) -> tuple[dict[int, Values], set[str]]:
+def _read(leaf: DatasetPart, indices: Sequence[int], times: int = 1) -> tuple[dict[int, Values], set[str]]:
     """The sequences that can be read, and the data keys that are others when they are read again. Draws no random numbers.
 
     Args:
@@ -316,14 +314,14 @@ def _read(part: DatasetPart, indices: Sequence[int], times: int = 1) -> tuple[di
         DataError: the files of the dataset cannot be read.
     """
     # Reading them in a batch says where; a broken sequence is an error then, unless skip_broken allows it.
-    errors = (BrokenSequence,) if part.files else (Exception, SystemExit)
+    errors = (BrokenSequence,) if leaf.files else (Exception, SystemExit)
     values_by_index: dict[int, Values] = {}
     random: set[str] = set()
     for number in range(times):
         with own_numbers(number):
             for index in indices:
                 with suppress(*errors):
-                    arrays = part.dataset.sequence(index)
+                    arrays = leaf.dataset.sequence(index)
                     values = {key: (numpy.shape(arrays[key]), _numbers(numpy.asarray(arrays[key]))) for key in sorted(arrays)}
                     first = values_by_index.setdefault(index, values)
                     random |= {key for key in values if key not in first or not _is_close(first[key][1], values[key][1])}

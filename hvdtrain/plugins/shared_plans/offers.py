@@ -125,7 +125,6 @@ def this_host() -> str:
 
 
 def _nameless_file() -> int:
-    """The descriptor of a file that no folder lists. Raises: OSError."""
     try:
         return os.memfd_create("hvdtrain-plan")
     except (AttributeError, OSError):  # an old C library, or a container that does not permit it

@@ -148,7 +148,8 @@ class ArrayColumn(Column):
         return check_finite(values, self.where(index))
 
     def _load(self, index: int) -> Array:
-        name, where = self.value(index), self.where(index)
+        name = self.value(index)
+        where = self.where(index)
         values: Any
         if self._kind == "npy":
             path = self._root / name
@@ -206,7 +207,8 @@ class SoundColumn(Column):
         Args:
             tolerance: the samples by which they may be wrong, as the file has rounded seconds: that many are cut or filled in.
         """
-        self._lengths, self.tolerance = lengths.astype(numpy.int32), tolerance
+        self._lengths = lengths.astype(numpy.int32)
+        self.tolerance = tolerance
         if self._starts is not None:
             self._stops = self._starts + lengths
 
@@ -234,10 +236,11 @@ class SoundColumn(Column):
         self._stops = stops
 
     def length(self, index: int) -> int:
-        if self._starts is None or self._stops is None:
-            return self._checked_info(*self._recording(index))
         samples = self._checked_info(*self._recording(index))
-        start, stop = int(self._starts[index]), int(self._stops[index])
+        if self._starts is None or self._stops is None:
+            return samples
+        start = int(self._starts[index])
+        stop = int(self._stops[index])
         stop = samples if stop < 0 or samples < stop <= samples + OVERSHOOT * self.rate else stop
         if not start < stop <= samples:
             raise BrokenSequence(
@@ -245,7 +248,8 @@ class SoundColumn(Column):
                 f"{self.value(index)!r}"
             )
         if self._lengths is not None:  # it could not be read when the lengths were found
-            self._lengths[index], self._stops[index] = stop - start, stop
+            self._lengths[index] = stop - start
+            self._stops[index] = stop
         return stop - start
 
     def read(self, index: int) -> Array:
@@ -284,8 +288,8 @@ class SoundColumn(Column):
 
     def _check(self, rate: int, channels: int, where: str) -> None:
         if rate != self.rate:
-            what = "as the first recording has" if self._has_rate_of_first else "as sample_rate says"
-            raise BrokenSequence(f"{where}: expected {self.rate} samples per second, {what}, got {rate}")
+            origin = "as the first recording has" if self._has_rate_of_first else "as sample_rate says"
+            raise BrokenSequence(f"{where}: expected {self.rate} samples per second, {origin}, got {rate}")
         if channels != self._channels:
             whose = "as other segments have" if self._chooses else "as the first recording has"
             raise BrokenSequence(f"{where}: expected {self._channels} channels, {whose}, got {channels}")
@@ -326,21 +330,24 @@ def _segments(table: Table, positions: Array, recordings: Table) -> tuple[Array,
         DataError: a line is not as described, or has a recording that there is not.
     """
     names = [b""] * len(positions)
-    times, channels = numpy.zeros((len(positions), 2)), numpy.full(len(positions), -1)
+    times = numpy.zeros((len(positions), 2))
+    channels = numpy.full(len(positions), -1)
     for index, position in enumerate(positions.tolist()):
         fields = table.value(position).split()
         try:
-            name, begin, end = fields[0], float(fields[1]), float(fields[2])
+            begin, end = map(float, fields[1:3])
             channel = int(fields[3]) if len(fields) > 3 else -1
             is_right = begin >= 0 and (end > begin or end < 0) and channel >= -1 and len(fields) <= 4
-        except (IndexError, ValueError):
+        except ValueError:
             is_right = False
         if not is_right:
             raise DataError(
                 f"{table.where(position)}: expected `recording begin end` in seconds, and perhaps a channel, got "
                 f"{table.value(position)!r}"
             )
-        names[index], times[index], channels[index] = name.encode(), (begin, end), channel
+        names[index] = fields[0].encode()
+        times[index] = begin, end
+        channels[index] = channel
     lines = recordings.positions(numpy.array(names, dtype=bytes))
     if len(unknown := numpy.flatnonzero(lines < 0)):
         index = int(unknown[0])

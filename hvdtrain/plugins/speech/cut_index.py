@@ -24,7 +24,7 @@ from hvdtrain.data.formats.found import fingerprint_of
 from hvdtrain.data.indexed import UNREADABLE
 from hvdtrain.data.types import Array
 from hvdtrain.errors import BrokenSequence, DataError
-from hvdtrain.plugins.lengths.index import IndexFile, Kept
+from hvdtrain.plugins.lengths.index import IndexFile, Stored
 
 Member = tuple[int, int, int, int, int]
 """The data of a cut in a tar file: offset and size of the data and of its description, and 1 if it is a .npy file."""
@@ -57,7 +57,7 @@ class CutIndex:
         field: what is read of a cut: 'recording' or 'features'.
         shards: the files; empty: the cuts were made by a function, or are in memory.
         held: the cuts that are in memory; None: their lines are.
-        kept: what `_build` returns.
+        stored: what `_build` returns.
 
     Attributes:
         tags: of all cuts, as UTF-8.
@@ -65,14 +65,16 @@ class CutIndex:
         broken: a message for every broken cut.
     """
 
-    def __init__(self, origin: str, field: str, shards: list[Shard], held: list[Any] | None, stored: Kept) -> None:
+    def __init__(self, origin: str, field: str, shards: list[Shard], held: list[Any] | None, stored: Stored) -> None:
         self._origin = origin
         self._field = field
         self._shards = shards
         self._held = held
         about, arrays = stored
         self._lines = arrays["lines"].data
-        self._offsets, self._shard, self._row = arrays["offsets"], arrays["shard"], arrays["row"]
+        self._offsets = arrays["offsets"]
+        self._shard = arrays["shard"]
+        self._row = arrays["row"]
         self._members = arrays.get("members")
         self.tags = arrays["tags"]
         self.lengths = {name.removeprefix(LENGTHS): column for name, column in arrays.items() if name.startswith(LENGTHS)}
@@ -96,7 +98,6 @@ class CutIndex:
         return cut
 
     def _attach(self, number: int, cut: Any) -> None:
-        """Give a cut its data. Raises: BrokenSequence."""
         from lhotse.serialization import deserialize_item
         from lhotse.shar.utils import fill_shar_placeholder
 
@@ -104,7 +105,8 @@ class CutIndex:
         offset, size, about_offset, about_size, is_npy = self._members[number].tolist()  # type: ignore[index]  # the caller checked
         try:
             with open(path, "rb", buffering=0) as file:
-                data, about = os.pread(file.fileno(), size, offset), os.pread(file.fileno(), about_size, about_offset)
+                data = os.pread(file.fileno(), size, offset)
+                about = os.pread(file.fileno(), about_size, about_offset)
             if len(data) < size or len(about) < about_size:
                 raise BrokenSequence(
                     f"{self.describe(number)}: expected {size} bytes of it, got {len(data)}: the file is cut off"
@@ -119,7 +121,6 @@ class CutIndex:
 
 
 def _describe(origin: str, shard: Shard | None, row: int, tag: str) -> str:
-    """The place of a cut, for messages."""
     if shard is None:
         return f"{origin}, cut {tag!r}"
     return f"{shard.cuts}, line {row}, cut {tag!r}" + (f" of {shard.data}" if shard.data else "")
@@ -141,15 +142,15 @@ def index_cuts(
     shards = shards_of(where, cuts.data, field)
     held = None if cuts.is_lazy else list(cuts)
 
-    def make() -> Kept:
+    def make() -> Stored:
         with scanning.progress(f"{where}: cuts", None) as advance:
             if shards is not None:
-                cuts_found = _cuts_of_shards(shards)
+                entries = _cuts_of_shards(shards)
             elif held is None:
-                cuts_found = _cuts_of_functions(where, cuts)
+                entries = _cuts_of_functions(where, cuts)
             else:
-                cuts_found = (_Found(cut, b"", 0, number) for number, cut in enumerate(held, start=1))
-            return _build(origin, field, shards or [], cuts_found, lengths_of, keys, advance)
+                entries = (_Entry(cut, b"", 0, number) for number, cut in enumerate(held, start=1))
+            return _build(origin, field, shards or [], entries, lengths_of, keys, advance)
 
     if shards is None:  # functions may change
         return CutIndex(origin, field, [], held, make())
@@ -196,7 +197,6 @@ def shards_of(where: str, data: Any, field: str) -> list[Shard] | None:
 
 
 def _is_infinite(data: Any) -> bool:
-    """Whether a lazy set of Lhotse has no end."""
     kind = type(data).__name__
     if not type(data).__module__.startswith("lhotse."):
         return False
@@ -209,7 +209,7 @@ def _is_infinite(data: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Entry:
     """A cut while the index is made. `problem`: why its data cannot be read; '' if it can."""
 
     cut: Any
@@ -220,8 +220,7 @@ class _Found:
     problem: str = ""
 
 
-def _cuts_of_shards(shards: Sequence[Shard]) -> Iterator[_Found]:
-    """The cuts of all files. Raises: DataError."""
+def _cuts_of_shards(shards: Sequence[Shard]) -> Iterator[_Entry]:
     from lhotse.serialization import deserialize_item
 
     for number, shard in enumerate(shards):
@@ -233,12 +232,13 @@ def _cuts_of_shards(shards: Sequence[Shard]) -> Iterator[_Found]:
                     cut = deserialize_item(json.loads(line))
                     if getattr(cut, "supervisions", None) is None:
                         raise ValueError(f"a manifest of {type(cut).__name__}")
-                    member, problem = NO_MEMBER, ""
+                    member = NO_MEMBER
+                    problem = ""
                     if members is not None:
                         member, name, problem = next(members, (NO_MEMBER, cut.id, "the file ends before it"))
                         if name != cut.id and not problem:
                             raise ValueError(f"cut {cut.id!r}, whose place in {shard.data} has the data of {name!r}")
-                    yield _Found(cut, line.strip(), number, row, member, problem)
+                    yield _Entry(cut, line.strip(), number, row, member, problem)
         except DataError:
             raise
         except Exception as error:  # of a damaged file, gzip's, zlib's, json's and Lhotse's own
@@ -273,8 +273,7 @@ def _members(path: str) -> Iterator[tuple[Member, str, str]]:
         yield NO_MEMBER, "", f"the file cannot be read further: {error}"
 
 
-def _cuts_of_functions(where: str, cuts: Any) -> Iterator[_Found]:
-    """The cuts that functions make of others. Raises: DataError."""
+def _cuts_of_functions(where: str, cuts: Any) -> Iterator[_Entry]:
     for number, cut in enumerate(cuts):
         try:
             line = json.dumps(cut.to_dict()).encode("utf-8")
@@ -283,23 +282,26 @@ def _cuts_of_functions(where: str, cuts: Any) -> Iterator[_Found]:
                 f"{where}.cuts: expected cuts whose data lies in files, got cut {cut.id!r} with data in memory (functions of "
                 "Shar cuts: .to_eager() keeps all of it in memory, or give the folder itself)"
             ) from None
-        yield _Found(cut, line, 0, number + 1)
+        yield _Entry(cut, line, 0, number + 1)
 
 
 def _build(
     origin: str,
     field: str,
     shards: list[Shard],
-    entries: Iterable[_Found],
+    entries: Iterable[_Entry],
     lengths_of: Lengths,
     keys: list[str],
     advance: Callable[[int], None],
-) -> Kept:
+) -> Stored:
     """The messages about broken cuts; and by name, the lines of all cuts as JSON, in a temporary file; where the line of each
     begins, and the end; the numbers of its shard and of its line there, from 1; tags and lengths; and `members`, int64 of shape
     (cuts, 5), as `Member`, unless the cuts describe their data themselves."""
     with tempfile.TemporaryFile() as file:
-        offsets, rows, tags, members = [0], [], [], []
+        offsets = [0]
+        rows = []
+        tags = []
+        members = []
         lengths: dict[str, list[int]] = {key: [] for key in keys}
         broken = []
         for number, entry in enumerate(entries):

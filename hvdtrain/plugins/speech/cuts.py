@@ -75,14 +75,12 @@ class LhotseDataset(IndexedDataset):
         return len(read) < 2 or same_values(*read)
 
     def _lengths(self, cut: Any, where: str) -> dict[str, int]:
-        """The lengths of a cut, as its manifest has them. Raises: BrokenSequence."""
         lengths = {"data": self._length(cut, where)}
         if self._encoder is not None:
             lengths["classes"] = self._encoder.length(text_of(cut, where), where)
         return lengths
 
     def _arrays(self, cut: Any, where: str) -> dict[str, Array]:
-        """The arrays of a cut. Raises: BrokenSequence."""
         if self._features != "feats" and (problem := _damage(cut)):
             raise BrokenSequence(f"{where}: expected a whole sound file, got {problem}")
         try:
@@ -136,8 +134,8 @@ class LhotseDataset(IndexedDataset):
 
 def _damage(cut: Any) -> str:
     """What is wrong with the files of a cut's recordings, of which Lhotse fills in up to half a second; '': nothing."""
-    parts = [track.cut for track in getattr(cut, "tracks", ())] or [cut]
-    recordings = [recording for part in parts if (recording := getattr(part, "recording", None)) is not None]
+    simple_cuts = [track.cut for track in getattr(cut, "tracks", ())] or [cut]
+    recordings = [recording for simple_cut in simple_cuts if (recording := getattr(simple_cut, "recording", None)) is not None]
     for source in (source for recording in recordings for source in recording.sources):
         with suppress(OSError):  # reading it says why
             if source.type == "memory" and (problem := damage(io.BytesIO(source.source), len(source.source))):
@@ -178,7 +176,6 @@ def _features(where: str, keys: LhotseDatasetKeys, first: Any) -> Any:
 
 
 def _open(lhotse: Any, where: str, cuts: Any) -> Any:
-    """The CutSet. Raises: DataError."""
     if isinstance(cuts, (str, os.PathLike)):
         path = Path(cuts)
         if not path.exists():

@@ -43,14 +43,17 @@ class KaldiFolder(IndexedDataset):
             raise DataError(f"{where}.folder: expected a folder with Kaldi's tables, got {got} at {keys.folder}")
         self._files = {**keys.columns(), **{name: (str(file), str(kind)) for name, (file, kind) in keys.data_keys.items()}}
         self._tables: dict[str, Table] = {}
-        has_sound = any(entry == ("wav.scp", "sound") for entry in self._files.values())
-        self._has_segments = has_sound and (self._folder / "segments").is_file()
-        base = self._table("segments" if self._has_segments else next(iter(self._files.values()))[0])
-        tables = {name: self._table("segments" if self._is_segmented(name) else file) for name, (file, _) in self._files.items()}
+        recordings = ("wav.scp", "sound")
+        has_segments = recordings in self._files.values() and (self._folder / "segments").is_file()
+        base = self._table("segments" if has_segments else next(iter(self._files.values()))[0])
+        tables = {
+            name: self._table("segments" if has_segments and entry == recordings else entry[0])
+            for name, entry in self._files.items()
+        }
         positions = {name: table.positions(base.ids) for name, table in tables.items()}
         used = numpy.flatnonzero(numpy.all([column >= 0 for column in positions.values()], axis=0))
-        others = {id(table): table for table in tables.values() if table is not base}
-        scanning.broken.leave_out(_incomplete(base, others.values()), len(used))
+        further = {id(table): table for table in tables.values() if table is not base}
+        scanning.broken.leave_out(_incomplete(base, further.values()), len(used))
         if not len(used):
             raise DataError(f"{base.path}: expected at least one utterance, got none")
         self._ids = base.ids if len(used) == len(base.ids) else base.ids[used]
@@ -76,14 +79,9 @@ class KaldiFolder(IndexedDataset):
 
     def _table(self, name: str) -> Table:
         if name not in self._tables:
-            self._tables[name] = Table(self._folder / name, may_be_empty=name == "text" or self._is_text(name))
+            of_texts = ("text", *(file for file, kind in self._files.values() if kind in ("characters", "words", "text")))
+            self._tables[name] = Table(self._folder / name, may_be_empty=name in of_texts)
         return self._tables[name]
-
-    def _is_text(self, file: str) -> bool:
-        return any(known == file and kind in ("characters", "words", "text") for known, kind in self._files.values())
-
-    def _is_segmented(self, name: str) -> bool:
-        return self._has_segments and self._files[name] == ("wav.scp", "sound")
 
     def _column(self, name: str, table: Table, positions: Array) -> Column:
         file, kind = self._files[name]
@@ -106,36 +104,32 @@ class KaldiFolder(IndexedDataset):
 
     def _give_samples(self, name: str, sound: SoundColumn) -> None:
         """Give a column of sound its lengths in samples, if the folder has them; for segments, those of their recordings."""
+        file = self._files[name][0]
         is_features = name == "data" and self._keys.features == "fbank"
         if name in self._keys.shapes and not is_features:
             sound.set_lengths(self._first_numbers(Path(self._keys.shapes[name]), self._ids))
-            return
-        if self._files[name][0] == "wav.scp" and self._has("utt2num_samples", self._ids):
+        elif file == "wav.scp" and self._has("utt2num_samples", self._ids):
             sound.set_lengths(self._first_numbers(self._folder / "utt2num_samples", self._ids))
-            return
-        if not sound.num_recordings:
-            if self._files[name][0] == "wav.scp" and self._has("utt2dur", self._ids):
+        elif not sound.num_recordings:
+            if file == "wav.scp" and self._has("utt2dur", self._ids):
                 samples, tolerance = self._listed_seconds("utt2dur", self._ids, sound.rate)
                 if tolerance <= MOST_ROUNDING * sound.rate + 1:
                     sound.set_lengths(samples, tolerance)
-            return
-        recordings = self._table(self._files[name][0])
-        if self._has("reco2num_samples", recordings.ids):
-            sound.set_recording_lengths(self._first_numbers(self._folder / "reco2num_samples", recordings.ids))
-            return
-        identity = f"recordings {fingerprint_of([str(recordings.path), self._keys.root, sound.rate])}"
-        size = sound.num_recordings
-        sound.set_recording_lengths(
-            self._find(f"{self._where}, recordings", identity, size, {name: sound.recording_length})[name]
-        )
+        elif self._has("reco2num_samples", ids := self._table(file).ids):
+            sound.set_recording_lengths(self._first_numbers(self._folder / "reco2num_samples", ids))
+        else:
+            fingerprint = f"recordings {fingerprint_of([str(self._table(file).path), self._keys.root, sound.rate])}"
+            lengths = {name: sound.recording_length}
+            measured = self._find(f"{self._where}, recordings", fingerprint, sound.num_recordings, lengths)
+            sound.set_recording_lengths(measured[name])
 
-    def _find(self, where: str, identity: str, size: int, lengths: Mapping[str, Callable[[int], int]]) -> dict[str, Array]:
+    def _find(self, where: str, fingerprint: str, size: int, lengths: Mapping[str, Callable[[int], int]]) -> dict[str, Array]:
         """By data key, lengths that only reading shows, by functions of a number."""
 
         def measure(number: int) -> tuple[dict[str, int], dict[str, int]]:
             return {name: length(number) for name, length in lengths.items()}, {}
 
-        measured = find_lengths(where, lambda: identity, lengths, size, measure, self._scanning)
+        measured = find_lengths(where, lambda: fingerprint, lengths, size, measure, self._scanning)
         if measured.path is not None:
             self.advice = f" (if the data has changed, remove {measured.path})"
         return measured.lengths
@@ -145,7 +139,6 @@ class KaldiFolder(IndexedDataset):
         return (self._folder / file).is_file() and bool((self._table(file).positions(ids) >= 0).all())
 
     def _first_numbers(self, path: Path, ids: Array) -> Array:
-        """The first number of the line of each id. Raises: DataError."""
         table = self._tables.get(path.name) if path.parent == self._folder else None
         table = table or Table(path)
         positions = table.positions(ids)
@@ -168,26 +161,26 @@ class KaldiFolder(IndexedDataset):
         lengths: dict[str, Array] = {}
         for name, column in self._columns.items():
             file, kind = self._files[name]
-            known = column.lengths()
-            if known is None and name in self._keys.shapes:
-                known = self._first_numbers(Path(self._keys.shapes[name]), self._ids)
-            if known is None and kind == "kaldi_ark" and file == "feats.scp" and self._has("utt2num_frames", self._ids):
-                known = self._first_numbers(self._folder / "utt2num_frames", self._ids)
-            if known is not None:
-                lengths[name] = known
+            column_lengths = column.lengths()
+            if column_lengths is None and name in self._keys.shapes:
+                column_lengths = self._first_numbers(Path(self._keys.shapes[name]), self._ids)
+            if column_lengths is None and kind == "kaldi_ark" and file == "feats.scp" and self._has("utt2num_frames", self._ids):
+                column_lengths = self._first_numbers(self._folder / "utt2num_frames", self._ids)
+            if column_lengths is not None:
+                lengths[name] = column_lengths
         unknown = {name: column.length for name, column in self._columns.items() if name not in lengths}
         if not unknown:
             return lengths
         keys = self._keys
         described = {name: [*self._files[name], keys.of_key("vocabulary", name), keys.features] for name in unknown}
         tables = sorted({str(column.table.path) for column in self._columns.values()})
-        identity = f"kaldi {fingerprint_of([tables, keys.root, keys.sample_rate, keys.log_mel, described])}"
-        return lengths | self._find(self._where, identity, len(self._ids), unknown)
+        fingerprint = f"kaldi {fingerprint_of([tables, keys.root, keys.sample_rate, keys.log_mel, described])}"
+        return lengths | self._find(self._where, fingerprint, len(self._ids), unknown)
 
 
-def _incomplete(base: Table, others: Iterable[Table]) -> Iterator[str]:
+def _incomplete(base: Table, further: Iterable[Table]) -> Iterator[str]:
     """A message for every utterance that not all tables have."""
-    for table in others:
+    for table in further:
         for index in numpy.flatnonzero(table.positions(base.ids) < 0).tolist():
             yield f"{base.where(index)}: expected a line in {table.path}, got none"
         if not numpy.array_equal(table.ids, base.ids):

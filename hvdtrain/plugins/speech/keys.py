@@ -104,7 +104,7 @@ class KaldiFolderKeys(TranscriptKeys):
             problems += problem("conflict", f"log_mel: expected features = 'fbank' with it, got {self.features!r}")
         valid = {}
         for name, entry in self.data_keys.items():
-            pair = isinstance(entry, (tuple, list)) and len(entry) == 2 and all(isinstance(part, str) for part in entry)
+            pair = isinstance(entry, (tuple, list)) and len(entry) == 2 and all(isinstance(text, str) for text in entry)
             if not pair or entry[1] not in FILE_KINDS:
                 problems += problem(
                     "wrong-type", f"data_keys.{name}: expected (file, kind) with one of {', '.join(FILE_KINDS)}, got {entry!r}"

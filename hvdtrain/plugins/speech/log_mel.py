@@ -115,8 +115,10 @@ def _filters(num_mels: int, fft: int, sample_rate: int, low: float, high: float)
     """Triangles over the bins of a spectrum: float32 of shape (fft // 2, num_mels)."""
     bins = mel(numpy.arange(fft // 2) * (sample_rate / fft))[:, None]
     edges = numpy.linspace(mel(low), mel(high), num_mels + 2)
-    left, center, right = edges[:-2], edges[1:-1], edges[2:]
-    triangles: Array = numpy.minimum((bins - left) / (center - left), (right - bins) / (right - center))
+    lowest = edges[:-2]
+    center = edges[1:-1]
+    highest = edges[2:]
+    triangles: Array = numpy.minimum((bins - lowest) / (center - lowest), (highest - bins) / (highest - center))
     return triangles.clip(min=0.0).astype(numpy.float32)
 
 

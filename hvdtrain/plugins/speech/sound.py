@@ -47,7 +47,8 @@ class SoundReader:
         if self._has_header(name, where):
             path = self._path(name)
             try:
-                info, problem = self._soundfile.info(path), damage_of_file(path)
+                info = self._soundfile.info(path)
+                problem = damage_of_file(path)
             except (OSError, RuntimeError) as error:
                 raise BrokenSequence(f"{where}: expected a sound file, got {_reason(path, error)}") from None
             if problem:
@@ -79,17 +80,13 @@ class SoundReader:
 
     def _has_header(self, name: str, where: str) -> bool:
         """Whether a line names a file with its length in the header; not a command, an archive, or an mp3 file without.
-
-        Raises:
-            DataError: it names a command, and those are not allowed.
-        """
+        Raises: DataError, if it names a command, and those are not allowed."""
         if name.endswith("|"):
             check_command(name, where, self._allow_commands)
             return False
         return not is_archive(name) and not (name.lower().endswith(".mp3") and _is_length_guessed(self._path(name)))
 
     def _whole(self, name: str, where: str) -> tuple[Array, int]:
-        """All sound of what has no header. Raises: BrokenSequence."""
         latest = self._latest
         if latest is None or latest[0] != name:
             latest = self._latest = name, *self._load(name, where)
@@ -108,19 +105,16 @@ class SoundReader:
                     f"{where}: expected sound, got exit status {done.returncode} of the command {''.join(said)[:200]}"
                 )
             try:
-                samples, rate = self._soundfile.read(io.BytesIO(done.stdout), dtype="float32", always_2d=True)
+                return self._decoded(io.BytesIO(done.stdout))
             except (OSError, RuntimeError) as error:
                 raise BrokenSequence(f"{where}: expected sound from the command, got: {error}") from None
-            return samples, rate
         if not is_archive(name):
             try:
-                samples, rate = self._soundfile.read(self._path(name), dtype="float32", always_2d=True)
+                return self._decoded(self._path(name))
             except (OSError, RuntimeError) as error:
                 raise BrokenSequence(f"{where}: expected sound, got {_reason(self._path(name), error)}") from None
-            return samples, rate
         if (encoded := self._archived_wav(name, where)) is not None:
-            samples, rate = self._soundfile.read(io.BytesIO(encoded), dtype="float32", always_2d=True)
-            return samples, rate
+            return self._decoded(io.BytesIO(encoded))
         loaded = load_archived(self._root, name, where)
         if not isinstance(loaded, tuple) or len(loaded) != 2:
             raise BrokenSequence(f"{where}: expected sound, got an array that is not sound")
@@ -131,6 +125,10 @@ class SoundReader:
         elif values.dtype.kind == "i":
             values = values.astype(numpy.float32) / numpy.float32(-float(numpy.iinfo(values.dtype).min))
         return values.astype(numpy.float32, copy=False).reshape(len(values), -1), rate
+
+    def _decoded(self, file: Path | io.BytesIO) -> tuple[Array, int]:
+        samples, rate = self._soundfile.read(file, dtype="float32", always_2d=True)
+        return samples, rate
 
     def _archived_wav(self, name: str, where: str) -> bytes | None:
         """A .wav file in an archive, of which kaldiio neither scales 8 bits nor decodes mu-law; None: it is something else, which

@@ -44,10 +44,12 @@ class SpecAugment(Step):
         self._keys = keys
 
     def apply(self, values: Array, draw: Draw) -> Array:
-        keys, (frames, features) = self._keys, values.shape
+        keys = self._keys
+        frames, features = values.shape
         if not frames:
             return values
-        masked, mean = values.copy(), values.mean()
+        masked = values.copy()
+        mean = values.mean()
         longest = min(keys.time_frames, int(keys.time_share * frames))
         for _ in range(keys.time_masks):
             begin, end = _span(frames, longest, draw.rng)
@@ -88,7 +90,7 @@ class SpeedPerturbation(Step):
         if factor == 1 or not len(values):
             return values
         filters, reach = self._filters[factor]
-        count = _resampled_length(len(values), factor)
+        count = -(-len(values) * factor.denominator // factor.numerator)
         steps = numpy.arange(count) * factor.numerator
         places = steps // factor.denominator
         padded = numpy.pad(values.astype(numpy.float32), ((reach - 1, reach + 1), (0, 0)))
@@ -106,10 +108,6 @@ class SpeedPerturbation(Step):
         chosen = _choices(seed, epoch, len(lengths), len(self._factors))
         by_factor = numpy.array([(factor.numerator, factor.denominator) for factor in self._factors], numpy.int64)[chosen]
         return (-(-lengths.astype(numpy.int64) * by_factor[:, 1] // by_factor[:, 0])).astype(numpy.int32)
-
-
-def _resampled_length(samples: int, factor: Fraction) -> int:
-    return -(-samples * factor.denominator // factor.numerator)
 
 
 def _filters(factor: Fraction) -> tuple[Array, int]:
@@ -145,17 +143,21 @@ class AddNoise(Step):
     def apply(self, values: Array, draw: Draw) -> Array:
         rng = draw.rng
         low, high = self._keys.snr
-        is_chosen, ratio, number, place = rng.rand(), rng.uniform(low, high), rng.rand(), rng.rand()
-        if is_chosen >= self._keys.share or not len(values):
+        is_chosen = rng.rand() < self._keys.share
+        ratio = rng.uniform(low, high)
+        number = rng.rand()
+        place = rng.rand()
+        if not is_chosen or not len(values):
             return values
         noise = self._noise.sequence(int(number * self._noise.num_sequences))["data"]
         if not len(noise):
             return values
         piece = numpy.resize(numpy.roll(noise, -int(place * len(noise)), axis=0), values.shape)
-        power, of_noise = float(numpy.square(values).mean()), float(numpy.square(piece).mean())
-        if not power or not of_noise:
+        power = float(numpy.square(values).mean())
+        noise_power = float(numpy.square(piece).mean())
+        if not power or not noise_power:
             return values
-        return (values + piece * numpy.float32((power / of_noise) ** 0.5 * 10 ** (-ratio / 20))).astype(values.dtype)
+        return (values + piece * numpy.float32((power / noise_power) ** 0.5 * 10 ** (-ratio / 20))).astype(values.dtype)
 
     def stream(self, stream: Stream) -> Stream:
         _check_sound("AddNoise", self.key, stream)
@@ -169,7 +171,7 @@ class AddNoise(Step):
 class TokensStep(Step):
     """A text becomes class indices."""
 
-    has_found_lengths = True
+    has_unknown_lengths = True
 
     def __init__(self, keys: step_keys.TokensKeys, datasets: Mapping[str, Dataset]) -> None:
         super().__init__(keys.key)

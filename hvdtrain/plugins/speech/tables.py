@@ -32,7 +32,8 @@ class Table:
             self._content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
         except OSError as error:
             raise DataError(f"{path}: expected a text file, got: {error.strerror}") from None
-        ids, starts = [], array("q", [0])
+        ids = []
+        starts = array("q", [0])
         for number, stored in enumerate(io.BytesIO(self._content if self._content != b"\n" else b""), start=1):
             try:
                 line = stored.decode("utf-8")
@@ -83,6 +84,6 @@ class Table:
         except ValueError:
             numbers = []
         if len(numbers) < count or min(numbers) < 0:
-            what = "a whole number" if kind is int else "a number"
-            raise DataError(f"{self.where(position)}: expected {what} of 0 or more, got {self.value(position)[:80]!r}")
+            expected = "a whole number" if kind is int else "a number"
+            raise DataError(f"{self.where(position)}: expected {expected} of 0 or more, got {self.value(position)[:80]!r}")
         return numbers

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 
@@ -13,13 +14,13 @@ from hvdtrain.config.missing import import_package
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import BrokenSequence, DataError
 from hvdtrain.plugins.speech.tables import Table
-from hvdtrain.plugins.speech.vocabulary import Units, Vocabulary, read_lines, split
+from hvdtrain.plugins.speech.vocabulary import Units, Vocabulary, check_distinct, read_lines, split
 
 SPACE = "<space>"
 """The entry of a vocabulary of characters that stands for a space, as in ESPnet."""
 
 
-class TextEncoder(Protocol):
+class TextEncoder(ABC):
     """Turns a text into an array.
 
     Attributes:
@@ -30,32 +31,29 @@ class TextEncoder(Protocol):
 
     def length(self, text: str, where: str) -> int:
         """The length of `encode`. Raises: BrokenSequence, naming `where`."""
-        ...
+        return len(self.encode(text, where))
 
+    @abstractmethod
     def encode(self, text: str, where: str) -> Array:
         """The array. Raises: BrokenSequence, naming `where`."""
-        ...
 
 
-class RawText:
+class RawText(TextEncoder):
     """The text itself, as one frame."""
 
     stream = Stream(numpy.dtype(object), (), 1, sparse=False)
-
-    def length(self, text: str, where: str) -> int:
-        return 1
 
     def encode(self, text: str, where: str) -> Array:
         return numpy.array([text], dtype=object)
 
 
-class UnitEncoder:
+class UnitEncoder(TextEncoder):
     """The classes of the characters or words of a text."""
 
     def __init__(self, vocabulary: Vocabulary, units: Units) -> None:
         self._vocabulary = vocabulary
         self._units = units
-        self._known = frozenset(vocabulary.entries)
+        self._entries = frozenset(vocabulary.entries)
         self._space = SPACE if units == "characters" and SPACE in vocabulary.entries else " "
         self.stream = _classes(vocabulary.entries)
 
@@ -71,7 +69,7 @@ class UnitEncoder:
 
     def _split(self, text: str, where: str) -> list[str]:
         units = self._units_of(text)
-        if self._known.issuperset(units):  # several times as fast as the check
+        if self._entries.issuperset(units):  # several times as fast as the check
             return units
         try:
             self._vocabulary.check(units, where, text[:40])
@@ -84,7 +82,7 @@ class UnitEncoder:
         return units if self._space == " " else [self._space if unit == " " else unit for unit in units]
 
 
-class Tokens:
+class Tokens(TextEncoder):
     """The tokens of a SentencePiece model (.model) or of a tokenizer of Hugging Face (.json).
 
     Raises:
@@ -95,9 +93,6 @@ class Tokens:
         self._path = path
         self._encode, entries = _sentencepiece(path) if str(path).endswith(".model") else _tokenizer(path)
         self.stream = _classes(entries)
-
-    def length(self, text: str, where: str) -> int:
-        return len(self._encode(text))
 
     def encode(self, text: str, where: str) -> Array:
         return numpy.asarray(self._encode(text), dtype=numpy.int32)
@@ -143,10 +138,10 @@ def text_encoder(units: str, vocabulary: Any, vocabulary_from: Any) -> TextEncod
     if vocabulary_from is not None:
         path = Path(vocabulary_from)
         table = Table(path, may_be_empty=True)
-        known = {unit for position in range(len(table.ids)) for unit in split(table.value(position), kind)}
-        if not known:
+        units_seen = {unit for position in range(len(table.ids)) for unit in split(table.value(position), kind)}
+        if not units_seen:
             raise DataError(f"{path}: expected transcripts, got none")
-        return UnitEncoder(Vocabulary(str(path), sorted(known)), kind)
+        return UnitEncoder(Vocabulary(str(path), sorted(units_seen)), kind)
     if isinstance(vocabulary, (str, Path)):
         if str(vocabulary).endswith((".model", ".json")):
             return Tokens(vocabulary)
@@ -165,9 +160,4 @@ def read_entries(path: Path) -> list[str]:
         by_number = {int(match[2]): match[1] for match in numbered if match}
         if sorted(by_number) == list(range(len(lines))):
             lines = [by_number[number] for number in range(len(lines))]
-    seen: set[str] = set()
-    for entry in lines:
-        if entry in seen:
-            raise DataError(f"{path}: expected every entry once, got {entry!r} again")
-        seen.add(entry)
-    return lines
+    return check_distinct(path, lines)

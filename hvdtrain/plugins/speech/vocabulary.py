@@ -71,11 +71,14 @@ def split(text: str, units: Units) -> list[str]:
 
 def read_vocabulary(path: Path) -> Vocabulary:
     """Read a text file with one entry per line; the first is class 0. Raises: DataError."""
-    entries = read_lines(path)
-    if len(set(entries)) < len(entries):
-        twice = next(entry for entry, times in Counter(entries).items() if times > 1)
-        raise DataError(f"{path}: expected every entry once, got {twice!r} again")
-    return Vocabulary(str(path), entries)
+    return Vocabulary(str(path), check_distinct(path, read_lines(path)))
+
+
+def check_distinct(path: Path, entries: list[str]) -> list[str]:
+    """The entries. Raises: DataError, if one is there twice."""
+    if twice := [entry for entry, times in Counter(entries).items() if times > 1]:
+        raise DataError(f"{path}: expected every entry once, got {twice[0]!r} again")
+    return entries
 
 
 def read_lines(path: Path) -> list[str]:

@@ -29,7 +29,8 @@ def damage(stream: BinaryIO, size: int) -> str:
     >>> damage(io.BytesIO(b".snd\0\0\0\x18\0\0\0\x09" + bytes(12 + 8)), 32)
     '32 bytes, where its header says 33 (was it cut off?)'
     """
-    begin, head = stream.tell(), stream.read(1024)
+    begin = stream.tell()
+    head = stream.read(1024)
     stream.seek(begin + 12)
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
         return _damage_of_riff(stream, head, size)
@@ -47,14 +48,16 @@ def damage(stream: BinaryIO, size: int) -> str:
     elif (nist := re.match(rb"NIST_1A\s+(\d+)", head)) and b"embedded" not in head:  # which says that it is compressed
         counts = {name: int(value) for name, value in re.findall(rb"(\w+) -i (\d+)", head)}
         says = int(nist[1]) + math.prod(counts.get(name, 0) for name in (b"sample_count", b"sample_n_bytes", b"channel_count"))
-    known = says < (1 << 62 if head.startswith(W64) else UNKNOWN_SIZE)
-    return f"{size} bytes, where its header says {says} (was it cut off?)" if known and says > size else ""
+    is_known = says < (1 << 62 if head.startswith(W64) else UNKNOWN_SIZE)
+    return f"{size} bytes, where its header says {says} (was it cut off?)" if is_known and says > size else ""
 
 
 def _damage_of_riff(stream: BinaryIO, head: bytes, size: int) -> str:
-    place, large = 12, int.from_bytes(head[28:36], "little")  # of RF64: 'ds64', its size, that of the file, that of the sound
+    place = 12
+    large = int.from_bytes(head[28:36], "little")  # of RF64: 'ds64', its size, that of the file, that of the sound
     while len(chunk := stream.read(8)) == 8:
-        says, there = int.from_bytes(chunk[4:], "little"), size - place - 8
+        says = int.from_bytes(chunk[4:], "little")
+        there = size - place - 8
         if chunk[:4] == b"data":
             is_large = head[:4] == b"RF64" and says == 0xFFFFFFFF
             if (is_large and large > there) or there < says < UNKNOWN_SIZE:

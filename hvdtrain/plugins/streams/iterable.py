@@ -82,8 +82,8 @@ class IterableDataset(SequenceSource):
 
     def to_train_on(self, where: str, scanning: Scanning) -> Dataset:
         refuse_batches(where, self.iterable)
-        made_of = [self.iterable, self.epoch_size, self.dims, self.labels]
-        fingerprint = fingerprint_of(made_of) if scanning.folder is not None else ""
+        described = [self.iterable, self.epoch_size, self.dims, self.labels]
+        fingerprint = fingerprint_of(described) if scanning.folder is not None else ""
         return open_streamed(IterableReading(where, self, scanning.seed), f"iterable {fingerprint}", scanning)
 
     def iterator(self, epoch: int) -> Iterator[Any]:
@@ -210,5 +210,5 @@ def is_end(error: StopIteration) -> bool:
     `map` calls or `__getitem__` of a DataLoader's dataset, does not end it.
     """
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]  # without that of the caller
-    is_own = not frames or frames[0] == "__next__" or (frames[0] == "wrapper" and "__next__" in frames)
-    return is_own and "__getitem__" not in frames
+    is_its_own = not frames or frames[0] == "__next__" or (frames[0] == "wrapper" and "__next__" in frames)
+    return is_its_own and "__getitem__" not in frames

@@ -53,7 +53,7 @@ class StreamReading(ABC):
     Attributes:
         where: the config key, for messages.
         name: of the source.
-        num_parts: the number of epochs after which it is back at its first part.
+        num_sub_epochs: after how many epochs it is back at its first sequences.
         window: the number of neighbouring items that are ordered together, and held for later questions; None: they stay in the
             order of the source.
         can_skip: whether it may be possible to read an item without those before it.
@@ -63,7 +63,7 @@ class StreamReading(ABC):
 
     where: str
     name: str
-    num_parts = 1
+    num_sub_epochs = 1
     window: int | None = None
     can_skip = False
     constant = False
@@ -203,7 +203,6 @@ class StreamReading(ABC):
             pass
 
     def _advance(self) -> Any:
-        """The next item, or `END`."""
         item = END if self._has_ended else self.take(self._next)
         self._has_ended = item is END
         self._next += item is not END

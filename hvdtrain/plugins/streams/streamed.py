@@ -22,14 +22,13 @@ from hvdtrain.data.indexed import IndexedDataset
 from hvdtrain.data.padding import holds
 from hvdtrain.data.types import Array, Stream
 from hvdtrain.errors import DataError
-from hvdtrain.plugins.lengths.index import HEAD_START, IndexFile, Kept
+from hvdtrain.plugins.lengths.index import HEAD_START, IndexFile, Stored
 from hvdtrain.plugins.streams.reading import AGAIN, Question, ScannedSequences, StreamReading
 
 EVERYTHING = 1 << 62
 
 VARIES = "varies"
-"""The part whose file records that lengths differ between epochs."""
-
+"""The name of the file which records that lengths differ between epochs."""
 
 FAR = 1000
 """Skipping at least this many sequences, which must be read for that, is announced in the log."""
@@ -114,7 +113,7 @@ class Reader:
                 self._pool = self._start(1)
             self.file = IndexFile(scanning.folder, fingerprint)
             self._varies = (path := self.file.path(VARIES)) is not None and path.exists()
-            self.about, first = self._kept(self.part(1), self._inspect)
+            self.about, first = self._stored(self.file_name(1), self._inspect)
             if self.about.by_corpus:
                 self._corpus = first
             else:
@@ -130,8 +129,8 @@ class Reader:
         workers.start()
         return workers
 
-    def part(self, epoch: int) -> str:
-        """The part whose file has an epoch; that of the first one has the corpus instead, if there is one."""
+    def file_name(self, epoch: int) -> str:
+        """The name of the file with an epoch; that of the first one has the corpus instead, if there is one."""
         return f"{'varying' if self._varies else 'epoch'}-{epoch}"
 
     def epoch(self, epoch: int) -> SequenceTable:
@@ -145,8 +144,8 @@ class Reader:
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Item]:
         """Sequences of an epoch. Raises: DataError."""
         if not self._workers.is_usable:
-            what = "a dataset that RETURNN reads" if self.source.window is None else "an iterable"
-            raise DataError(f"{self.source.where}: expected num_workers = 0 around {what}, got worker processes")
+            source = "a dataset that RETURNN reads" if self.source.window is None else "an iterable"
+            raise DataError(f"{self.source.where}: expected num_workers = 0 around {source}, got worker processes")
         skip = self.about.skips
         if not skip:
             self._skip_to(epoch, min(numbers))
@@ -184,10 +183,6 @@ class Reader:
             )
         return lines
 
-    def note_that_lengths_vary(self) -> None:
-        """Record that the next run must find the lengths of every epoch."""
-        self.file.save(VARIES, {}, {})
-
     def _skip_to(self, epoch: int, number: int) -> None:
         """Read the sequences before one piece by piece, if a run resumes within an epoch."""
         begins = self._next[0] != epoch or number < self._next[1] - (self.source.window or 0)
@@ -205,14 +200,14 @@ class Reader:
     def _ask(self, *question: Any) -> Any:
         return self._workers.results([question])[0]
 
-    def _kept(self, part: str, find: Callable[[], tuple[SourceTraits, SequenceTable]]) -> tuple[SourceTraits, SequenceTable]:
-        """What is kept, or what a function finds, which is kept then."""
+    def _stored(self, name: str, find: Callable[[], tuple[SourceTraits, SequenceTable]]) -> tuple[SourceTraits, SequenceTable]:
+        """What is stored, or what a function finds, which is stored then."""
 
-        def make() -> Kept:
+        def make() -> Stored:
             about, table = find()
             return about.as_json(), {"": table.tags, **table.lengths}
 
-        read, arrays = self.file.get(part, self._scanning, make, f"{self.source.where}: the lengths are found")
+        read, arrays = self.file.get(name, self._scanning, make, f"{self.source.where}: the lengths are found")
         return SourceTraits.from_json(read), SequenceTable(arrays.pop(""), arrays)
 
     def _inspect(self) -> tuple[SourceTraits, SequenceTable]:
@@ -240,16 +235,16 @@ class Reader:
         for key, column in first.lengths.items():
             corpus.lengths[key][order[0]] = column
         # A later epoch may be of another corpus, and a function over the sequences may change their lengths in each epoch.
-        later = 1 + self.source.num_parts
+        later = 1 + self.source.num_sub_epochs
         if (order := self._ask("order", later)) is None or order[1] != _checksum_of(corpus):
             return about, first
-        known = corpus.select(order[0][:FAR])  # some of these were in the first epoch, too
-        places = numpy.flatnonzero(numpy.all([column >= 0 for column in known.lengths.values()], axis=0))[: 2 * AGAIN].tolist()
+        measured = corpus.select(order[0][:FAR])  # some of these were in the first epoch, too
+        places = numpy.flatnonzero(numpy.all([column >= 0 for column in measured.lengths.values()], axis=0))[: 2 * AGAIN].tolist()
         items: list[Item] = self._ask("read", later, places, skips)
         same = all(
             len(arrays[key]) == column[place]
             for place, (_, arrays) in zip(places, items, strict=True)
-            for key, column in known.lengths.items()
+            for key, column in measured.lengths.items()
         )
         return (replace(about, by_corpus=True), corpus) if same else (about, first)
 
@@ -263,23 +258,22 @@ class Reader:
         if (selected := self._corpus.select(order)).is_complete:
             return selected
         with self.file.turn(self._scanning.waiting, HEAD_START if self._scanning.rank else 0.0):
-            if (stored := self.file.load(self.part(1))) is not None:  # including what other processes have found meanwhile
+            if (stored := self.file.load(self.file_name(1))) is not None:  # including what other processes have found meanwhile
                 self._corpus = SequenceTable(stored[1].pop(""), stored[1])
             if not self._corpus.select(order).is_complete:
                 read, _ = self._scan(epoch)
                 if len(read.tags) != len(order):
-                    what = f"{self.source.where}: expected {len(order)} sequences in epoch {epoch} of {self.source.name}"
-                    raise DataError(f"{what}, got {len(read.tags)}")
+                    expected = f"{self.source.where}: expected {len(order)} sequences in epoch {epoch} of {self.source.name}"
+                    raise DataError(f"{expected}, got {len(read.tags)}")
                 for key, column in read.lengths.items():
                     self._corpus.lengths[key][order] = column
-                self.file.save(self.part(1), self.about.as_json(), {"": self._corpus.tags, **self._corpus.lengths})
+                self.file.save(self.file_name(1), self.about.as_json(), {"": self._corpus.tags, **self._corpus.lengths})
         return self._corpus.select(order)
 
     def _scanned_epoch(self, epoch: int) -> SequenceTable:
-        return self._kept(self.part(epoch), lambda: (self.about, self._scan(epoch)[0]))[1]
+        return self._stored(self.file_name(epoch), lambda: (self.about, self._scan(epoch)[0]))[1]
 
     def _scan(self, epoch: int) -> tuple[SequenceTable, list[int]]:
-        """Read an epoch for its lengths and the checksums of its sequences."""
         tags: list[str] = []
         lengths: dict[str, list[int]] = {}
         checksums: list[int] = []
@@ -350,18 +344,18 @@ class StreamedDataset(IndexedDataset):
     def _check_sequence(self, index: int, tag: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """A sequence, checked against the lengths that batches were planned with. Raises: DataError."""
         [expected] = self.tags([index])
-        what = f"{self.where(index)} to be {expected!r}"
+        wanted = f"{self.where(index)} to be {expected!r}"
         result = {}
         for key, stream in self.streams.items():
             values = arrays.get(key)
             if tag != expected or values is None or len(values) != self.lengths[key][index]:
                 got = repr(tag) if tag != expected else "none" if values is None else f"{len(values)} frames"
                 raise DataError(
-                    f"{what} with {self.lengths[key][index]} frames in {key!r}, got {got} ({self._advice(tag == expected)})"
+                    f"{wanted} with {self.lengths[key][index]} frames in {key!r}, got {got} ({self._advice(tag == expected)})"
                 )
             if values.shape[1:] != stream.shape or not holds(stream.dtype, values):
                 raise DataError(
-                    f"{what} with {stream.dtype} frames of shape {stream.shape} in {key!r}, got {values.dtype} of shape "
+                    f"{wanted} with {stream.dtype} frames of shape {stream.shape} in {key!r}, got {values.dtype} of shape "
                     f"{values.shape[1:]}"
                 )
             result[key] = values.astype(stream.dtype, copy=False)
@@ -371,13 +365,13 @@ class StreamedDataset(IndexedDataset):
         """What to do about a sequence (the same one, or another) whose length has changed."""
         by_corpus = self._reader.about.by_corpus
         epoch = 1 if by_corpus or self._reader.source.constant else self._epoch
-        file = self._reader.file.path(self._reader.part(epoch))
+        file = self._reader.file.path(self._reader.file_name(epoch))
         if file is None:
             return "its lengths were found by reading it once before; if they differ between epochs, set lengths_dir"
         advice = f"its lengths were found before, in {file}: if the data or a function has changed since then, remove this file"
         if not by_corpus or not same:
             return advice
-        self._reader.note_that_lengths_vary()
+        self._reader.file.save(VARIES, {}, {})
         return f"{advice}; if lengths differ between epochs, start again: from now on, each epoch is read for its lengths"
 
 

@@ -14,7 +14,8 @@ from hvdtrain.errors import Problem, problem
 
 SYMBOLS = "123ABCXYZ"
 ANSWERS = "LR"
-SHORTEST, LONGEST = 10, 99
+SHORTEST = 10
+LONGEST = 99
 """Of the 12-AX task: the classes of 'data' and of 'classes', and the limits of a sequence's length."""
 
 
@@ -75,7 +76,8 @@ class DummyDataset(SyntheticDataset):
     def sequence(self, index: int) -> dict[str, Array]:
         import numpy
 
-        frames, dim = int(self.lengths["data"][index]), self.streams["data"].dim
+        frames = int(self.lengths["data"][index])
+        dim = self.streams["data"].dim
         values = (numpy.arange(index, index + frames * dim) % 10 - 5) / 10
         classes = numpy.arange(index, index + int(self.lengths["classes"][index])) % self.streams["classes"].dim
         return {"data": values.reshape(frames, dim).astype(numpy.float32), "classes": classes.astype(numpy.int32)}

@@ -86,7 +86,9 @@ def sound(rate: int | None = None, channels: int | None = None) -> Convert:
 
     def convert(value: Any, where: str) -> Array:
         about = value if isinstance(value, dict) else {"bytes": value}
-        encoded, path, says = about.get("bytes"), about.get("path"), about.get("sampling_rate")
+        encoded = about.get("bytes")
+        path = about.get("path")
+        says = about.get("sampling_rate")
         if encoded is None and not path:
             raise DataError(f"{where}: expected a sound file, got neither its bytes nor a path")
         try:
@@ -94,7 +96,8 @@ def sound(rate: int | None = None, channels: int | None = None) -> Convert:
             if problem := damage(io.BytesIO(encoded), len(encoded)):
                 raise DataError(f"{where}: expected a whole sound file, got {problem}")
             with soundfile.SoundFile(io.BytesIO(encoded)) as file:
-                rate, says_frames = file.samplerate, file.frames
+                rate = file.samplerate
+                says_frames = file.frames
                 samples = file.read(-1 if file.seekable() else says_frames, dtype="float32", always_2d=True)  # GSM cannot seek
             if len(samples) < says_frames and not is_length_guessed(io.BytesIO(encoded)):
                 raise DataError(

@@ -111,7 +111,6 @@ class FolderDataset(Shards):
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The files by tag."""
     if not folder.is_dir():
         raise DataError(f"{folder}: expected a folder of .npy or .wav files, got {'a file' if folder.exists() else 'nothing'}")
     files: dict[str, Path] = {}
@@ -149,7 +148,6 @@ def _read_transcript(path: Path, units: Units) -> dict[str, list[str]]:
 
 
 def _read_sound(path: Path) -> tuple[int, Array]:
-    """The sampling rate in Hz, and the samples."""
     try:
         with wave.open(str(path), "rb") as file:
             channels, width, rate, samples = file.getparams()[:4]

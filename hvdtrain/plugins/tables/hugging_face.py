@@ -54,9 +54,9 @@ class HuggingFaceDataset(RowShards):
         rows, self._stored = _load(folder, part)
         names = list(rows.column_names)
         columns = {name: name for name in names if name != tag} if columns is None else dict(columns)
-        for what, name in [("tag", tag)] * (tag is not None) + [(f"columns.{key}", name) for key, name in columns.items()]:
+        for option, name in [("tag", tag)] * (tag is not None) + [(f"columns.{key}", name) for key, name in columns.items()]:
             if name not in names:
-                raise DataError(f"{what}: expected a column of {folder} ({', '.join(names)}), got {name!r}")
+                raise DataError(f"{option}: expected a column of {folder} ({', '.join(names)}), got {name!r}")
         for key in vocabulary or {}:
             if key not in columns:
                 raise DataError(f"vocabulary: expected data keys ({', '.join(columns)}), got {key!r} in {folder}")
@@ -70,7 +70,9 @@ class HuggingFaceDataset(RowShards):
         self.rows = Rows([_Batches(folder, table)], table.column_names)
         tags = None
         if tag is not None:
-            _check_tags(folder, tag, rows.features[tag])
+            if not str(getattr(rows.features[tag], "dtype", "")).startswith(("string", "large_string", "int", "uint")):
+                expected = "tag: expected a column of strings or integers"
+                raise DataError(f"{expected}, got {rows.features[tag]} in column {tag!r} of {folder}")
             group = Group(folder, 0, table.select([tag]))
             values = (str(numpy.asarray(group.value(tag, row)).item()) for row in range(len(table)))
             tags = [numpy.array([value.encode("utf-8") for value in values], dtype=bytes)]
@@ -81,8 +83,6 @@ class HuggingFaceDataset(RowShards):
 
 
 class _Batches(RowFile):
-    """The record batches of a table that the package `datasets` has opened."""
-
     def __init__(self, folder: str, table: Any) -> None:
         super().__init__(folder)
         self._batches = [batch for batch in table.to_batches(FEW) if batch.num_rows]
@@ -102,33 +102,27 @@ def _load(folder: str, part: str | None) -> tuple[Any, list[str]]:
         loaded = datasets.load_from_disk(folder)
     except (OSError, ValueError, LookupError) as error:  # the last of a dataset without rows
         raise DataError(f"{folder}: expected a folder that save_to_disk of the package datasets wrote, got: {error}") from None
-    parts = list(loaded) if isinstance(loaded, datasets.DatasetDict) else None
-    if (part is None) != (parts is None) or (parts is not None and part not in parts):
-        expected = f"one of {', '.join(parts)}" if parts is not None else "none, as the folder holds one dataset"
+    names = list(loaded) if isinstance(loaded, datasets.DatasetDict) else None
+    if (part is None) != (names is None) or (names is not None and part not in names):
+        expected = f"one of {', '.join(names)}" if names is not None else "none, as the folder holds one dataset"
         raise DataError(f"part: expected {expected}, got {part!r} in {folder}")
-    rows = loaded if parts is None else loaded[part]
+    rows = loaded if names is None else loaded[part]
     files = [each["filename"] for each in rows.cache_files]
     if rows._indices is not None:  # as early versions of the package wrote
         rows = rows.flatten_indices(keep_in_memory=True)
     return rows, files
 
 
-def _check_tags(folder: str, name: str, feature: Any) -> None:
-    """Raises: DataError, unless a column's type can name sequences."""
-    if not str(getattr(feature, "dtype", "")).startswith(("string", "large_string", "int", "uint")):
-        raise DataError(f"tag: expected a column of strings or integers, got {feature} in column {name!r} of {folder}")
-
-
 def _conversion(folder: str, feature: Any, name: str, text: TextClasses | None) -> tuple[Convert, list[str]]:
-    """How a column of some type is converted, and the names of its classes, if it has them. Raises: DataError, if the type is not
-    supported."""
+    """How a column of some type is converted, and the names of its classes, if it has them. Raises: DataError."""
     import datasets
 
-    axes, inner = 0, feature
-    if isinstance(feature, datasets.Array2D):
-        axes, inner = 2, datasets.Value(feature.dtype)
+    is_array = isinstance(feature, datasets.Array2D)
+    axes = 2 if is_array else 0
+    inner = datasets.Value(feature.dtype) if is_array else feature
     while isinstance(inner, (datasets.Sequence, datasets.List, datasets.LargeList)) and axes < 2:
-        axes, inner = axes + 1, inner.feature
+        axes += 1
+        inner = inner.feature
     is_text = isinstance(inner, datasets.Value) and inner.dtype in ("string", "large_string")
     if text is not None and not is_text:
         raise DataError(f"vocabulary: expected a column of strings, got {feature} in column {name!r} of {folder}")

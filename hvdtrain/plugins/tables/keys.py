@@ -24,7 +24,7 @@ def expand_ranges(name: str) -> list[str]:
     ranges = [
         [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)] for first, last in RANGE.findall(name)
     ]
-    return ["".join(part for pair in zip(literal, (*numbers, ""), strict=True) for part in pair) for numbers in product(*ranges)]
+    return ["".join(text for pair in zip(literal, (*numbers, ""), strict=True) for text in pair) for numbers in product(*ranges)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,11 @@ from hvdtrain.plugins.tables.conversions import Convert, sound
 from hvdtrain.plugins.tables.keys import ArrowDatasetKeys, ParquetDatasetKeys
 from hvdtrain.plugins.tables.shards import Shards, check_vocabulary, text_conversions
 
-KEPT = 512 << 20
+pyarrow = import_package("pyarrow", "ParquetDataset, ArrowDataset, HuggingFaceDataset")
+for submodule in ("compute", "parquet"):
+    import_package(f"pyarrow.{submodule}", "ParquetDataset, ArrowDataset, HuggingFaceDataset")
+
+CACHE_BYTES = 512 << 20
 """Bytes of decoded row groups of parquet files that a rank keeps, besides the last one."""
 
 FEW = 256
@@ -77,11 +81,11 @@ class Group:
 
     def value(self, name: str, row: int) -> Any:
         """The numbers of a row of the file as an array; of other types, the value itself. Raises: DataError."""
-        part = bisect_right(self._bounds, row) - 1
-        column = self._column(name, part)
-        if (problem := column.problems.get(row - self._bounds[part])) is not None:
+        batch = bisect_right(self._bounds, row) - 1
+        column = self._column(name, batch)
+        if (problem := column.problems.get(row - self._bounds[batch])) is not None:
             raise DataError(f"{self.describe(name, row)}: {problem}")
-        row -= self._bounds[part]
+        row -= self._bounds[batch]
         if column.starts is None and isinstance(column.values, numpy.ndarray):
             return column.values[row : row + 1]
         if column.starts is None:
@@ -91,20 +95,20 @@ class Group:
 
     def width(self, name: str) -> int:
         """The numbers per frame of a column of frames; 0: it has none."""
-        return max(self._column(name, part).width or 0 for part in range(len(self._batches)))
+        return max(self._column(name, batch).width or 0 for batch in range(len(self._batches)))
 
     def describe(self, name: str, row: int) -> str:
         """A value's place, for messages."""
         return f"{self._where}, column {name!r}, row {row}"
 
-    def _column(self, name: str, part: int) -> Column:
-        if (name, part) not in self._columns:
-            self._columns[name, part] = self._convert(name, part)
-        return self._columns[name, part]
+    def _column(self, name: str, batch: int) -> Column:
+        if (name, batch) not in self._columns:
+            self._columns[name, batch] = self._convert(name, batch)
+        return self._columns[name, batch]
 
-    def _convert(self, name: str, part: int) -> Column:
+    def _convert(self, name: str, batch: int) -> Column:
         """A column as arrays of numpy, if it holds numbers."""
-        values = _plain(self._batches[part].column(name))
+        values = _plain(self._batches[batch].column(name))
         problems = _missing(values)
         if not _is(values.type, LISTS):
             return Column(_numbers(values) if _is(values.type, NUMBERS) else values, problems=problems)
@@ -212,7 +216,7 @@ class Rows:
         if group is None:
             group = Group(file.path, int(file.bounds[place[1]]), file.read(place[1], self._columns))
             self._groups[place] = group
-            while len(self._groups) > 1 and sum(each.num_bytes for each in self._groups.values()) > KEPT:
+            while len(self._groups) > 1 and sum(each.num_bytes for each in self._groups.values()) > CACHE_BYTES:
                 self._groups.popitem(last=False)
         self._groups.move_to_end(place)
         return group
@@ -235,8 +239,6 @@ class RowFile(ABC):
 
     def read(self, number: int, columns: Sequence[str]) -> Any:
         """A group. Raises: DataError."""
-        import pyarrow
-
         try:
             check_same(Path(self.path), self._stamp, file_stamp(os.stat(self.path)))
             return self._read(number, columns)
@@ -245,8 +247,7 @@ class RowFile(ABC):
             raise DataError(f"{self.path}: expected a whole row group {number}, got: {got or error}") from None
 
     @abstractmethod
-    def _read(self, number: int, columns: Sequence[str]) -> Any:
-        """A group."""
+    def _read(self, number: int, columns: Sequence[str]) -> Any: ...
 
 
 class ParquetFile(RowFile):
@@ -255,18 +256,15 @@ class ParquetFile(RowFile):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         with self._open() as file:
-            self.schema, self._about = file.schema_arrow, file.metadata
+            self.schema = file.schema_arrow
+            self._about = file.metadata
         numbers = range(self._about.num_row_groups)
         self.bounds = numpy.cumsum([0, *(self._about.row_group(number).num_rows for number in numbers)])
 
     def _open(self, about: Any = None) -> Any:
-        import pyarrow.parquet
-
         return pyarrow.parquet.ParquetFile(self.path, memory_map=True, metadata=about, page_checksum_verification=True)
 
     def _read(self, number: int, columns: Sequence[str]) -> Any:
-        import pyarrow
-
         with self._open(self._about) as file:
             # Without threads, as pyarrow's do not survive a fork into the processes that read.
             options = {"columns": list(columns), "use_threads": False}
@@ -282,8 +280,6 @@ class ArrowFile(RowFile):
     """An Arrow file in IPC format, a file or a stream, memory-mapped, whose groups are record batches."""
 
     def __init__(self, path: str) -> None:
-        import pyarrow
-
         super().__init__(path)
         self._places: list[int] = []
         self._before: list[tuple[int, int]] = []  # a stream's schema and dictionaries: the first byte, the one after the last
@@ -311,8 +307,6 @@ class ArrowFile(RowFile):
         self.bounds = numpy.cumsum([0, *sizes])
 
     def _read(self, number: int, columns: Sequence[str]) -> Any:
-        import pyarrow
-
         with pyarrow.memory_map(self.path) as mapped:
             if self._has_dictionaries:
                 return pyarrow.ipc.open_file(mapped).get_batch(number)
@@ -322,14 +316,12 @@ class ArrowFile(RowFile):
             if len(self._before) <= 1:
                 return pyarrow.ipc.read_record_batch(message, self.schema)
             # pyarrow reads dictionaries with all of a stream: with one of them, those before the batch, and the batch
-            parts = [mapped.read_at(end - start, start) for start, end in self._before if start < place]
-            return next(iter(pyarrow.ipc.open_stream(b"".join([*parts, message.serialize().to_pybytes()]))))
+            content = [mapped.read_at(end - start, start) for start, end in self._before if start < place]
+            return next(iter(pyarrow.ipc.open_stream(b"".join([*content, message.serialize().to_pybytes()]))))
 
 
 def _messages(mapped: Any) -> Iterator[tuple[int, int, Any]]:
     """The messages of an Arrow stream, each with its first byte and the one after its last, without decompressing them."""
-    import pyarrow
-
     mapped.seek(0)
     while True:
         place = mapped.tell()
@@ -377,13 +369,12 @@ def _blocks(mapped: Any, num_batches: int) -> tuple[bool, list[int]]:
 
 
 def _open_file(path: str, is_arrow: bool) -> RowFile:
-    what = "an Arrow file" if is_arrow else "a parquet file"
-    pyarrow = import_package("pyarrow", path)
+    expected = "an Arrow file" if is_arrow else "a parquet file"
     try:
         return ArrowFile(path) if is_arrow else ParquetFile(path)
     except (OSError, EOFError, pyarrow.ArrowException) as error:
         got = why_not_opened(error) if isinstance(error, OSError) else ""
-        raise DataError(f"{path}: expected {what}, got: {got or str(error) or type(error).__name__}") from None
+        raise DataError(f"{path}: expected {expected}, got: {got or str(error) or type(error).__name__}") from None
 
 
 def _check_column(option: str, path: str, schema: Any, first: Any, first_path: str, name: str) -> None:
@@ -400,7 +391,6 @@ def _check_column(option: str, path: str, schema: Any, first: Any, first_path: s
 
 
 def _tags(path: str, file: RowFile, name: str) -> Array:
-    """The tags of a file, as UTF-8. Raises: DataError, if one is missing."""
     tags: list[bytes] = []
     for number, first in enumerate(file.bounds[:-1].tolist()):
         group = Group(path, first, file.read(number, [name]))
@@ -410,11 +400,7 @@ def _tags(path: str, file: RowFile, name: str) -> Array:
 
 def _features(files: Sequence[RowFile], columns: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """By data key, what the package `datasets` notes in its files of a column: of classes, or lists of them, their names, and of
-    sound its rate and the number of channels.
-
-    Raises:
-        DataError: of a file, it is something else: class 0 of one may be class 1 of another.
-    """
+    sound its rate and the number of channels. Raises: DataError, if files differ: class 0 of one may be class 1 of another."""
     kinds: dict[str, tuple[str, dict[str, Any]]] = {}
     for file in files:
         with suppress(AttributeError, KeyError, TypeError, ValueError):  # of other programs
@@ -431,8 +417,6 @@ def _features(files: Sequence[RowFile], columns: Mapping[str, str]) -> dict[str,
 
 def _plain(values: Any) -> Any:
     """An array without extension types, dictionaries and views."""
-    import pyarrow
-
     if isinstance(values, pyarrow.FixedShapeTensorArray) and len(shape := values.type.shape) == 2:
         frames = pyarrow.FixedSizeListArray.from_arrays(values.storage.flatten(), shape[1])
         return pyarrow.LargeListArray.from_arrays(_starts(values.storage) // shape[1], frames, mask=values.is_null())
@@ -445,8 +429,6 @@ def _plain(values: Any) -> Any:
 
 
 def _plain_type(kind: Any) -> Any:
-    import pyarrow
-
     if isinstance(kind, pyarrow.FixedShapeTensorType):
         if len(kind.shape) > 2 or kind.permutation not in (None, [0], [0, 1]):
             return kind  # which is refused
@@ -464,26 +446,20 @@ BYTES = ("binary", "large_binary", "binary_view")
 
 def _is(kind: Any, names: Sequence[str]) -> bool:
     """Whether a type is one of these, by pyarrow's words."""
-    from pyarrow import types
-
-    return any(getattr(types, f"is_{name}")(kind) for name in names)
+    return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
 
 
 def _is_texts(kind: Any) -> bool:
-    """Whether a value is a text, or a list of them."""
     return _is(kind, TEXTS) or (_is(kind, LISTS) and _is(kind.value_type, TEXTS))
 
 
 def _is_sound(kind: Any) -> bool:
     """Whether a value is an encoded file: its bytes, or a struct with them, as the package `datasets` stores sound."""
-    from pyarrow import types
-
-    names = {field.name for field in kind} if types.is_struct(kind) else set()
+    names = {field.name for field in kind} if pyarrow.types.is_struct(kind) else set()
     return _is(kind, BYTES) or ({"bytes"} <= names <= {"bytes", "path", "sampling_rate"} and _is(kind.field("bytes").type, BYTES))
 
 
 def _innermost(kind: Any) -> Any:
-    """The type in up to two lists."""
     for _ in range(2):
         kind = _plain_type(kind.value_type) if _is(kind, LISTS) else kind
     return kind
@@ -491,8 +467,6 @@ def _innermost(kind: Any) -> Any:
 
 def _starts(values: Any) -> Array:
     """The first element of every list in an array's flat values, then the number of these: int64."""
-    import pyarrow.compute
-
     lengths = pyarrow.compute.list_value_length(values).fill_null(0).to_numpy()
     return numpy.concatenate([[0], lengths.cumsum(dtype=numpy.int64)])
 
@@ -506,11 +480,7 @@ def _numbers(values: Any) -> Array:
 
 
 def _missing(values: Any, starts: Array | None = None) -> dict[int, str]:
-    """By row, what to say of a missing value.
-
-    Args:
-        starts: the first value of every row, then the number of all; None: a row is a value.
-    """
+    """By row, what to say of a missing value; without `starts`, the first value of every row, a row is a value."""
     if not values.null_count:
         return {}
     is_missing = values.is_null().to_numpy(zero_copy_only=False)

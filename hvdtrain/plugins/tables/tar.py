@@ -28,7 +28,7 @@ from hvdtrain.data.handles import Handles, Opened
 from hvdtrain.data.types import Array
 from hvdtrain.errors import DataError
 from hvdtrain.plugins.lengths.fingerprint import fingerprint_of, fingerprint_of_file
-from hvdtrain.plugins.lengths.index import IndexFile, Kept
+from hvdtrain.plugins.lengths.index import IndexFile, Stored
 from hvdtrain.plugins.tables.conversions import Convert, load_npy, sound
 from hvdtrain.plugins.tables.keys import TarDatasetKeys
 from hvdtrain.plugins.tables.shards import Shards, check_vocabulary, text_conversions
@@ -45,7 +45,7 @@ SOUNDS = ("wav", "flac", "ogg", "mp3", "opus")
 READABLE = ("npy", "json", *NUMBERS, *TEXTS, *SOUNDS)
 """The last parts of suffixes whose files can be read without a function of the config."""
 
-BLOCK = 512
+TAR_BLOCK = 512
 """The unit of tar files in bytes."""
 
 HEADER = 256
@@ -147,7 +147,6 @@ class TarShards(Shards):
         return f"{super().identity()} {fingerprint_of([self._entries, self._decode])}"
 
     def _bytes(self, shard: int, row: int, column: int) -> bytes:
-        """The content of a file. Raises: DataError."""
         index = self._indices[shard]
         try:
             file = self._handles.opened(self._archives[shard]).handle
@@ -169,17 +168,13 @@ def _read(path: str, file: BinaryIO, start: int, size: int) -> bytes:
 
 
 def _stored_index(path: str, entries: Sequence[tuple[str, str]], scanning: Scanning) -> TarIndex:
-    """The index of an archive as `read_index` finds it, from the folder of lengths if it is there; else it is stored there.
-
-    Raises:
-        DataError: as of `read_index`.
-    """
+    """As `read_index`, from the folder of lengths if it is there; else it is stored there."""
     try:
         fingerprint = fingerprint_of_file(path)
     except OSError as error:
         raise DataError(f"{path}: expected a tar file, got: {error.strerror}") from None
 
-    def make() -> Kept:
+    def make() -> Stored:
         scanning.waiting()
         return {}, vars(read_index(path, entries))
 
@@ -236,11 +231,8 @@ def read_index(path: str, entries: Sequence[tuple[str, str]]) -> TarIndex:
 
 
 def _npy_frames(path: str, file: BinaryIO, start: int, size: int, where: str) -> int:
-    """The number of frames of an array, by its header; -1 for classes, of which only reading shows how many there are.
-
-    Raises:
-        DataError: it is no array, or its size is not what the header says.
-    """
+    """The number of frames of an array, by its header; -1 for classes, of which only reading shows how many there are. Raises:
+    DataError, if it is no array, or its size is not what the header says."""
     for most in (HEADER, size):
         stream = io.BytesIO(_read(path, file, start, min(most, size)))
         try:
@@ -275,16 +267,19 @@ def _entries_of(where: str, path: str) -> dict[str, str]:
 
 def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
     """The samples of an archive, each with the places of its files by suffix. Raises: DataError."""
-    current, files = "", dict[str, tuple[int, int]]()
+    current = ""
+    files: dict[str, tuple[int, int]] = {}
     for name, start, size in _files(path):
         match = NAME.fullmatch(name)
         if match is None or IGNORED.fullmatch(name):
             continue
-        sample, suffix = match.group(1), match.group(2).lower()
+        sample = match.group(1)
+        suffix = match.group(2).lower()
         if sample != current:
             if files:
                 yield current, files
-            current, files = sample, {}
+            current = sample
+            files = {}
         if suffix in files:
             raise DataError(f"{path}: expected each file of a sample once, got {name!r} again at byte {start}")
         files[suffix] = start, size
@@ -315,18 +310,14 @@ def _files(path: str) -> Iterator[tuple[str, int, int]]:
                             yield member.name, *place
                     end = archive.offset
             except (tarfile.TarError, UnicodeDecodeError, EOFError, ValueError) as error:
-                raise _damage_error(path, file, last, error) from None
+                file.seek(0)
+                is_compressed = file.read(2) in COMPRESSED
+                cure = "decompress it: files in a compressed archive cannot be read by their place"
+                hint = cure if is_compressed else "was it cut off?"
+                raise DataError(f"{path}: expected a whole tar file, got a damaged one behind {last}: {error} ({hint})") from None
             _check_end(path, file, end, last)
     except OSError as error:
         raise DataError(f"{path}: expected a tar file, got: {error.strerror or error}") from None
-
-
-def _damage_error(path: str, file: BinaryIO, last: str, error: Exception) -> DataError:
-    """The error for an archive whose headers cannot be read behind a file."""
-    file.seek(0)
-    is_compressed = file.read(2) in COMPRESSED
-    hint = "decompress it: files in a compressed archive cannot be read by their place" if is_compressed else "was it cut off?"
-    return DataError(f"{path}: expected a whole tar file, got a damaged one behind {last}: {error} ({hint})")
 
 
 COMPRESSED = (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5")
@@ -336,8 +327,8 @@ COMPRESSED = (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5")
 def _check_end(path: str, file: BinaryIO, end: int, last: str) -> None:
     """Raises: DataError, unless an archive ends with zeros from byte `end` on."""
     file.seek(end)
-    mark = file.read(BLOCK)
-    if len(mark) < BLOCK:
+    mark = file.read(TAR_BLOCK)
+    if len(mark) < TAR_BLOCK:
         raise DataError(f"{path}: expected the end mark of a tar file behind {last}, got the end of the file (was it cut off?)")
     if mark.strip(b"\0"):
         raise DataError(

@@ -80,14 +80,14 @@ class GraphGradients:
         [totals] = self._exchange.finish(self._exchange.start([self._prevent_folding(counts, 0)], name="loss_counts"))
         return totals
 
-    def rows(self, found: Sequence[Any]) -> tuple[int, ...]:
+    def rows(self, gradients: Sequence[Any]) -> tuple[int, ...]:
         """The numbers of the gradients to send as rows."""
-        sparse = (number for number, gradient in enumerate(found) if isinstance(gradient, tf.IndexedSlices))
+        sparse = (number for number, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices))
         return tuple(number for number in sparse if self._bytes(number) > self._dense_bytes)
 
-    def local(self, found: Sequence[Any], exchange: Exchange) -> list[Gradient]:
+    def local(self, gradients: Sequence[Any], exchange: Exchange) -> list[Gradient]:
         """The gradients of a GradientTape (None if nothing depends on a variable), in the form for the exchange."""
-        return [self._local(number, gradient, number in exchange.rows) for number, gradient in enumerate(found)]
+        return [self._local(number, gradient, number in exchange.rows) for number, gradient in enumerate(gradients)]
 
     def zeros(self, exchange: Exchange) -> list[Gradient]:
         """The contribution of a rank without a batch."""
@@ -113,7 +113,7 @@ class GraphGradients:
 
     def num_bytes(self, gradients: Sequence[Gradient]) -> tf.Tensor:
         """The bytes of a rank's gradients, including row indices: first those in float32, then all others; float64."""
-        tensors = parts_of(list(gradients))
+        tensors = tensors_in(list(gradients))
 
         def total(is_float32: bool) -> tf.Tensor:
             chosen = [tensor for tensor in tensors if (tensor.dtype == tf.float32) == is_float32]
@@ -124,25 +124,24 @@ class GraphGradients:
 
     def specs(self, exchange: Exchange) -> list[Any]:
         """The signature of reduced gradients, for a function that accepts any number of rows."""
-        specs: list[Any] = []
-        for number, variable in enumerate(self._variables):
-            dtype = _exchange_dtype(variable.dtype)
-            if number in exchange.rows:
-                specs.append(tf.IndexedSlicesSpec(variable.shape, dtype, tf.int64))
-            else:
-                specs.append(tf.TensorSpec(variable.shape, dtype))
-        return specs
+        dtypes = [_exchange_dtype(variable.dtype) for variable in self._variables]
+        return [
+            tf.IndexedSlicesSpec(variable.shape, dtype, tf.int64)
+            if number in exchange.rows
+            else tf.TensorSpec(variable.shape, dtype)
+            for number, (variable, dtype) in enumerate(zip(self._variables, dtypes, strict=True))
+        ]
 
-    def _local(self, number: int, found: Any, as_rows: bool) -> Gradient:
+    def _local(self, number: int, gradient: Any, as_rows: bool) -> Gradient:
         variable = self._variables[number]
         dtype = _exchange_dtype(variable.dtype)
-        if found is None and as_rows:
+        if gradient is None and as_rows:
             return tf.IndexedSlices(tf.zeros([0, *variable.shape[1:]], dtype), tf.zeros([0], tf.int64))
-        if found is None:
+        if gradient is None:
             return tf.zeros(variable.shape, dtype)
         if as_rows:
-            return _merge_repeats(tf.cast(found.values, dtype), tf.cast(found.indices, tf.int64))
-        return tf.ensure_shape(tf.cast(tf.convert_to_tensor(found), dtype), variable.shape)
+            return _merge_repeats(tf.cast(gradient.values, dtype), tf.cast(gradient.indices, tf.int64))
+        return tf.ensure_shape(tf.cast(tf.convert_to_tensor(gradient), dtype), variable.shape)
 
     def _prevent_folding(self, tensor: tf.Tensor, number: int) -> tf.Tensor:
         """The same values, in a tensor that TensorFlow can neither fold into a constant nor merge with another."""
@@ -188,15 +187,15 @@ def combine(sets: Sequence[list[Any]], counts: tf.Tensor) -> list[Gradient]:
     return gradients
 
 
-def any_gradients(found: Sequence[Sequence[Any]]) -> list[Any]:
+def any_gradients(gradients: Sequence[Sequence[Any]]) -> list[Any]:
     """For each variable, a gradient from any of the sets, preferably a dense one; None if no set has one."""
 
-    def choose(gradients: Sequence[Any]) -> Any:
-        known = [gradient for gradient in gradients if gradient is not None]
-        dense = [gradient for gradient in known if not isinstance(gradient, tf.IndexedSlices)]
-        return next(iter([*dense, *known]), None)
+    def choose(of_variable: Sequence[Any]) -> Any:
+        present = [gradient for gradient in of_variable if gradient is not None]
+        dense = [gradient for gradient in present if not isinstance(gradient, tf.IndexedSlices)]
+        return next(iter([*dense, *present]), None)
 
-    return [choose(gradients) for gradients in zip(*found, strict=True)]
+    return list(map(choose, zip(*gradients, strict=True)))
 
 
 class TensorFlowGradients:
@@ -248,9 +247,9 @@ def divide(gradients: Sequence[Gradient], divisor: Any) -> list[Gradient]:
     return [map_values(gradient, lambda tensor: tensor / tf.cast(divisor, tensor.dtype)) for gradient in gradients]
 
 
-def add_sets(one: Sequence[Gradient], other: Sequence[Gradient]) -> list[Gradient]:
+def add_sets(first_set: Sequence[Gradient], second_set: Sequence[Gradient]) -> list[Gradient]:
     """The sums of two sets of gradients."""
-    return [_sum(first, second) for first, second in zip(one, other, strict=True)]
+    return [_sum(first, second) for first, second in zip(first_set, second_set, strict=True)]
 
 
 def finite_flags(gradients: Sequence[Gradient]) -> list[tf.Tensor]:
@@ -269,10 +268,10 @@ def to_keras(gradients: Sequence[Gradient], variables: Sequence[tf.Variable]) ->
     ]
 
 
-def parts_of(gradients: Any) -> list[tf.Tensor]:
+def tensors_in(gradients: Any) -> list[tf.Tensor]:
     """The tensors of gradients in any structure: of rows, the values and the numbers."""
-    parts: list[tf.Tensor] = tf.nest.flatten(gradients, expand_composites=True)
-    return parts
+    tensors: list[tf.Tensor] = tf.nest.flatten(gradients, expand_composites=True)
+    return tensors
 
 
 def map_values(gradient: Gradient, change: Callable[[Any], Any]) -> Gradient:
@@ -295,10 +294,10 @@ def as_array(gradient: Any, shape: Sequence[int]) -> Array:
     return whole
 
 
-def _sum(one: Gradient, other: Gradient) -> Gradient:
-    if not isinstance(one, tf.IndexedSlices):
-        return one + other
-    return _merge_repeats(tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0))
+def _sum(first: Gradient, second: Gradient) -> Gradient:
+    if not isinstance(first, tf.IndexedSlices):
+        return first + second
+    return _merge_repeats(tf.concat([first.values, second.values], 0), tf.concat([first.indices, second.indices], 0))
 
 
 def _merge_repeats(values: Any, indices: Any) -> tf.IndexedSlices:
@@ -311,5 +310,5 @@ def _exchange_dtype(dtype: tf.DType) -> tf.DType:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-def _add_up(one: Accumulated, other: Accumulated) -> Accumulated:
-    return [add_sets(first, second) for first, second in zip(one[0], other[0], strict=True)], one[1] + other[1]
+def _add_up(before: Accumulated, added: Accumulated) -> Accumulated:
+    return [add_sets(first, second) for first, second in zip(before[0], added[0], strict=True)], before[1] + added[1]

@@ -26,11 +26,11 @@ from hvdtrain.plugins.tensorflow.gradients import (
     GraphGradients,
     any_gradients,
     combine,
-    parts_of,
     scalar,
+    tensors_in,
 )
 
-PARTS = ""
+MIX = ""
 """Among the inputs of a graph, which are by data key: the number of the dataset of each sequence in a mix (`Batch.parts`), or of
 each frame of joined pieces."""
 
@@ -197,7 +197,7 @@ class StepGraphs:
         mix: Mixed = ((), False)
         if batch.parts is not None:
             numbers = batch.parts.numbers if batch.joined is None else batch.parts.numbers.repeat(batch.joined)
-            data[PARTS] = tf.constant(numbers, tf.int64)
+            data[MIX] = tf.constant(numbers, tf.int64)
             mix = batch.parts.names, batch.joined is not None
         arguments = [data, scalar(epoch, tf.int64), tf.constant(step, tf.int64), *more]
         reduced = function == self._train and self.are_exchanged
@@ -205,11 +205,12 @@ class StepGraphs:
         traced = self._steps.get(kind)
         if traced is None:
             names: dict[str, float] = {}
-            self._packed, self._mix = packed, mix
-            of_parts = {} if batch.parts is None else {PARTS: tf.TensorSpec([None], tf.int64)}
-            of_data = {key: tensors.specs_of(data[key][0], key in packed) for key in batch.data}
-            specs: list[Any] = [{**of_data, **of_parts}]
-            specs += [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:]]
+            self._packed = packed
+            self._mix = mix
+            data_specs: dict[str, Any] = {key: tensors.specs_of(data[key][0], key in packed) for key in batch.data}
+            if batch.parts is not None:
+                data_specs[MIX] = tf.TensorSpec([None], tf.int64)
+            specs = [data_specs, *(tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:])]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
             traced = self._steps[kind] = TracedGraph(FlatCall(graph), names)
         return traced, arguments
@@ -222,131 +223,126 @@ class StepGraphs:
     def _train(
         self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
     ) -> Any:
-        """The graph of `train`."""
         tensors.set_generators(self._model_variables.generators, seeds)
         with tf.GradientTape() as tape:
             losses = self._losses(names, data, epoch, step, train=True)
-            own = meter.normalized_losses(losses)
-            counts = tf.stop_gradient(tensors.counts_of(losses, own.names))
-            waited = tf.zeros([], tf.float64)
-            if own.names and not own.is_only_loss:
-                counts, waited = time_exchange(self._gradients.exchange_counts, counts)
-            divisors = {} if own.is_only_loss else {name: tf.maximum(counts[i], meter.TINY) for i, name in enumerate(own.names)}
+            normalized = meter.normalized_losses(losses)
+            counts, waited = self._exchange_counts(normalized, tf.stop_gradient(tensors.counts_of(losses, normalized.names)))
+            divided = () if normalized.is_only_loss else normalized.names
+            divisors = {name: tf.maximum(counts[number], meter.TINY) for number, name in enumerate(divided)}
             total = self._scale_loss(tensors.total_of(losses, divisors), scale)
-        found = tape.gradient(total, self._variables)
-        if all(gradient is None for gradient in found):
+        gradients = tape.gradient(total, self._variables)
+        if all(gradient is None for gradient in gradients):
             raise meter.nothing_to_minimize()
-        self._agree(Exchange(own, self._gradients.rows(found)))
-        local = self._gradients.local(found, self.exchange)
+        self._agree(Exchange(normalized, self._gradients.rows(gradients)))
+        local = self._gradients.local(gradients, self.exchange)
         return tensors.numbers_of(losses), self._reduce(local, counts, waited)
 
     def _collect(
         self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor, scale: tf.Tensor
     ) -> Any:
-        """The graph of `collect`."""
         tensors.set_generators(self._model_variables.generators, seeds)
         with tf.GradientTape(persistent=True) as tape:
             losses = self._losses(names, data, epoch, step, train=True)
-            own = meter.normalized_losses(losses)
-            apart = () if own.is_only_loss else own.names
+            normalized = meter.normalized_losses(losses)
+            apart = () if normalized.is_only_loss else normalized.names
             totals = [self._scale_loss(total, scale) for total in tensors.totals_of(losses, apart)]
-        found = [tape.gradient(total, self._variables) for total in totals]
-        if all(gradient is None for of_loss in found for gradient in of_loss):
+        gradients = [tape.gradient(total, self._variables) for total in totals]
+        if all(gradient is None for of_loss in gradients for gradient in of_loss):
             raise meter.nothing_to_minimize()
-        self._agree(Exchange(own, self._gradients.rows(any_gradients(found))))
-        local = [self._gradients.local(of_loss, self.exchange) for of_loss in found]
-        return tensors.numbers_of(losses), (local, tensors.counts_of(losses, own.names))
+        self._agree(Exchange(normalized, self._gradients.rows(any_gradients(gradients))))
+        local = [self._gradients.local(of_loss, self.exchange) for of_loss in gradients]
+        return tensors.numbers_of(losses), (local, tensors.counts_of(losses, normalized.names))
 
     def _send(self, sets: list[list[Any]], counts: tf.Tensor) -> Reduced:
-        """The graph of `send`."""
-        losses = self.exchange.losses
-        waited = tf.zeros([], tf.float64)
-        if losses.names and not losses.is_only_loss:
-            counts, waited = time_exchange(self._gradients.exchange_counts, counts)
+        counts, waited = self._exchange_counts(self.exchange.losses, counts)
         return self._reduce(combine(sets, counts), counts, waited)
 
     def _evaluate(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """The graph of `evaluate`."""
         return tensors.numbers_of(self._losses(names, data, epoch, step, train=False))
 
     def _observe(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-        """The graph of `observe`."""
         tensors.set_generators(self._model_variables.generators, seeds)
         return tensors.numbers_of(self._losses(names, data, epoch, step, train=True))
 
     def _forward(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
-        """The graph of `forward`."""
         if self._functions.forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         with Running(RunContext(epoch, step, False)) as context:
-            inputs = tensors.extern_data_of({key: of_key for key, of_key in data.items() if key != PARTS}, self._packed)
-            self._functions.forward_step(model=self._model_variables.model, extern_data=inputs)
+            self._functions.forward_step(model=self._model_variables.model, extern_data=self._extern_data(data))
         meter.check_marked_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
     def _losses(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor, train: bool) -> dict[str, Loss]:
         """Run the config's train_step."""
         self.traces += 1
-        parts = data.get(PARTS)
         model = self._model_variables.model
         with Running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
-            inputs = tensors.extern_data_of({key: of_key for key, of_key in data.items() if key != PARTS}, self._packed)
-            self._functions.train_step(model=model, extern_data=inputs)
+            self._functions.train_step(model=model, extern_data=self._extern_data(data))
         meter.check_marked_losses(context.losses, lambda value: True)  # any value: TensorFlow converts numbers to tensors
-        before, after = len(self._model_variables.by_name), len(tensors.variables_of(model).by_name)
-        if before != after:
+        if more := len(tensors.variables_of(model).by_name) - len(self._model_variables.by_name):
             raise ConfigError.of(
                 "wrong-result",
-                f"get_model: expected a model that has all of its variables, got {after - before} more in train_step "
+                f"get_model: expected a model that has all of its variables, got {more} more in train_step "
                 "(Keras layers get theirs when they are first called: call the model once in get_model)",
             )
-        losses = tensors.with_parts(with_statistics(context, lambda rows: tf.cast(rows, tf.float64)), parts, *self._mix)
+        marked = with_statistics(context, lambda rows: tf.cast(rows, tf.float64))
+        losses = tensors.with_dataset_losses(marked, data.get(MIX), *self._mix)
         names.update(meter.scales_of(losses, train))
         return losses
 
+    def _extern_data(self, data: Any) -> Any:
+        return tensors.extern_data_of({key: of_key for key, of_key in data.items() if key != MIX}, self._packed)
+
+    def _exchange_counts(self, losses: meter.NormalizedLosses, counts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Collective, when the graph runs, unless `_reduce` exchanges them. Their totals, and the seconds of waiting."""
+        if losses.names and not losses.is_only_loss:
+            return time_exchange(self._gradients.exchange_counts, counts)
+        return counts, tf.zeros([], tf.float64)
+
     def _reduce(self, gradients: list[Gradient], counts: tf.Tensor, waited: tf.Tensor) -> Reduced:
-        """Collective, when the graph runs. Reduce the gradients, and with them the count of a normalized loss that is the only
-        loss."""
+        """Collective, when the graph runs. Reduce gradients, and with them the count of a loss that is the only one."""
         exchange = self.exchange
         count_too = exchange.losses.is_only_loss and bool(exchange.losses.names)
 
-        def reduce(own: tuple[list[Any], tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
-            totals = self._gradients.exchange_counts(own[1]) if count_too else own[1]
-            return self._gradients.reduce(own[0], exchange), totals
+        def reduce(exchanged: tuple[list[Any], tf.Tensor]) -> tuple[list[Any], tf.Tensor]:
+            totals = self._gradients.exchange_counts(exchanged[1]) if count_too else exchanged[1]
+            return self._gradients.reduce(exchanged[0], exchange), totals
 
         (reduced, divisor), seconds = time_exchange(reduce, (gradients, counts))
         traffic = tf.concat([[waited + seconds], self._gradients.num_bytes(gradients)], 0)
         return reduced, tf.maximum(divisor, meter.TINY)[0], traffic
 
-    def _agree(self, own: Exchange) -> None:
+    def _agree(self, exchange: Exchange) -> None:
         """Collective in the first step, outside of the traced graph. Check later steps against the first."""
         if self._exchange is None:
             with tf.init_scope():
-                self._exchange = self._gradient_exchange.agree(own)
-        meter.check_same_normalized(self._exchange.losses, own.losses, since="training")
-        if own.rows != self._exchange.rows:
+                self._exchange = self._gradient_exchange.agree(exchange)
+        meter.check_same_normalized(self._exchange.losses, exchange.losses, since="training")
+        if exchange.rows != self._exchange.rows:
             raise ConfigError.of(
                 "wrong-result",
-                f"train_step: expected sparse gradients as in the first step, parameters {self._exchange.rows}, got {own.rows}",
+                f"train_step: expected sparse gradients as in the first step, parameters {self._exchange.rows}, got "
+                f"{exchange.rows}",
             )
 
 
 def time_exchange(
-    exchange: Callable[[Any], Any], own: Any, known: Callable[[Any], list[Any]] = parts_of
+    exchange: Callable[[Any], Any], values: Any, computed_with: Callable[[Any], list[Any]] = tensors_in
 ) -> tuple[Any, tf.Tensor]:
     """The result of `exchange` for a rank's tensors, and its seconds after all of these were computed. Part of a graph.
 
     With op determinism, a TensorFlow graph has no clock: zero seconds.
 
     Args:
-        known: returns operations or tensors that are computed once given tensors are.
+        computed_with: returns operations or tensors that are computed once given tensors are.
     """
     if is_op_determinism_enabled():
-        return exchange(own), tf.zeros([], tf.float64)
-    with tf.control_dependencies(known(own)):
+        return exchange(values), tf.zeros([], tf.float64)
+    with tf.control_dependencies(computed_with(values)):
         begin = tf.timestamp()
-    result = exchange(own)
-    with tf.control_dependencies([*known(result), begin]):
+    result = exchange(values)
+    with tf.control_dependencies([*computed_with(result), begin]):
         return result, tf.timestamp() - begin
 
 

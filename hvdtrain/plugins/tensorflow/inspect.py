@@ -24,20 +24,18 @@ from hvdtrain.runtime import log
 
 def describe_layers(variables: ModelVariables) -> Iterator[Layer]:
     """The model and its layers, each with the parameters it holds directly."""
-    own: dict[int, dict[str, str]] = {}  # by owner, the full name of each variable by its last part
+    names_by_owner: dict[int, dict[str, str]] = {}  # by owner, the full name of each variable by its last part
     for name, owner in variables.owners.items():
         if variables.kinds[name] in ("parameters", "frozen"):
-            own.setdefault(id(owner), {})[name.rpartition(".")[2]] = name
+            names_by_owner.setdefault(id(owner), {})[name.rpartition(".")[2]] = name
     for path, layer in layers_of(variables.model):
-        names = own.get(id(layer), {})
+        names = names_by_owner.get(id(layer), {})
         shapes = {short: tuple(variables.by_name[name].shape) for short, name in names.items()}
         trained = frozenset(short for short, name in names.items() if variables.kinds[name] == "parameters")
         yield Layer(path, type(layer).__name__, shapes, trained)
 
 
 class _Profiler:
-    """TensorFlow's profiler: CPU operations, and GPU kernels if there is a GPU."""
-
     def __init__(self) -> None:
         self._folder = TemporaryDirectory()
 
@@ -47,15 +45,15 @@ class _Profiler:
     def stop(self, file: Path) -> None:
         tf.profiler.experimental.stop()
         with self._folder as folder, gzip.open(file, "wt", encoding="utf-8") as out:
-            found = next(Path(folder).rglob("*.xplane.pb"))
-            json.dump({"traceEvents": list(_trace_events(found.read_bytes()))}, out)
+            recording = next(Path(folder).rglob("*.xplane.pb"))
+            json.dump({"traceEvents": list(_trace_events(recording.read_bytes()))}, out)
 
     def range(self, name: str) -> AbstractContextManager[Any]:
         return tf.profiler.experimental.Trace(name)  # type: ignore[no-any-return]
 
 
 def profiler(on_gpu: bool) -> Profiler:
-    """TensorFlow's profiler."""
+    """TensorFlow's profiler: CPU operations, and GPU kernels if there is a GPU."""
     return _Profiler()
 
 
@@ -75,7 +73,8 @@ def _trace_events(recorded: bytes) -> Iterator[dict[str, Any]]:
                 yield {"ph": "X", **place, "name": name, "ts": began, "dur": event.duration_ps / 1e6}
 
 
-WEIGHTS, SAVED_MODEL = "weights.npz", "saved_model"
+WEIGHTS = "weights.npz"
+SAVED_MODEL = "saved_model"
 """The formats in which a model is exported."""
 
 
@@ -127,7 +126,6 @@ def export_model(variables: ModelVariables, evaluate: Callable[[], None], folder
 
 
 def _first_call(model: keras.Model, evaluate: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the model's first call in an evaluation; empty if it is not called."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     call = model.call
 
@@ -145,8 +143,9 @@ def _first_call(model: keras.Model, evaluate: Callable[[], None]) -> tuple[tuple
 
 
 def _describe_inputs(specs: Sequence[tf.TensorSpec]) -> str:
-    """Describe the inputs of a SavedModel, and which of their sizes are fixed."""
     shapes = [", ".join("any" if size is None else str(size) for size in spec.shape) for spec in specs]
     inputs = [f"{spec.name} {spec.dtype.name} ({shape})" for spec, shape in zip(specs, shapes, strict=True)]
-    fixed = [f"axis {axis} of {one.name} at {size}" for one in specs for axis, size in enumerate(one.shape) if size is not None]
+    fixed = [
+        f"axis {axis} of {spec.name} at {size}" for spec in specs for axis, size in enumerate(spec.shape) if size is not None
+    ]
     return ", ".join(inputs) + (f"; fixed: {', '.join(fixed)}" if fixed else "")

@@ -41,9 +41,9 @@ def prepare(device: str | None, local_rank: int, threads: int) -> None:
         ConfigError: there is no such device, Keras uses another framework, or TensorFlow has already computed something.
     """
     if keras.backend.backend() != "tensorflow":
-        other = keras.backend.backend()
+        backend = keras.backend.backend()
         raise ConfigError.of(
-            "conflict", f"backend: expected Keras to compute with TensorFlow, got {other} (export KERAS_BACKEND=tensorflow)"
+            "conflict", f"backend: expected Keras to compute with TensorFlow, got {backend} (export KERAS_BACKEND=tensorflow)"
         )
     gpus = tf.config.list_physical_devices("GPU")
     number = gpu_of(device, len(gpus), local_rank)
@@ -150,7 +150,8 @@ class TensorFlowLearner(Learner):
             with self.meter.clock.span():
                 self._add_batch(batch, completes_update)
                 if completes_update and self._reduced is None:
-                    self._reduced, self._accumulated = self.graphs.send(self._accumulated), None
+                    self._reduced = self.graphs.send(self._accumulated)
+                    self._accumulated = None
         self._step += 1
 
     def _update(self, learning_rate: float) -> None:
@@ -169,9 +170,8 @@ class TensorFlowLearner(Learner):
         self.meter.add(*self.graphs.evaluate(batch, self._epoch, self._step), self._step, batch.indices, train=False)
 
     def try_batch(self, batch: Batch) -> bool:
-        seeds = self._seeds[self._step]
         try:
-            self.graphs.collect(batch, self._epoch, self._step, seeds, None)
+            self.graphs.collect(batch, self._epoch, self._step, self._seeds[self._step], None)
         except (tf.errors.ResourceExhaustedError, MemoryError):
             return False
         return True
@@ -180,7 +180,8 @@ class TensorFlowLearner(Learner):
         kind = keras.layers.BatchNormalization
         norms = {name: layer for name, layer in self.modules() if isinstance(layer, kind) and layer.built}
         variables = [variable for norm in norms.values() for variable in (norm.moving_mean, norm.moving_variance)]
-        sums, count = [numpy.zeros(variable.shape) for variable in variables], 0
+        sums = [numpy.zeros(variable.shape) for variable in variables]
+        count = 0
         momenta = [norm.momentum for norm in norms.values()]
         try:
             for norm in norms.values():
@@ -189,13 +190,13 @@ class TensorFlowLearner(Learner):
                 if batch is not None and norms:
                     step = self._step + number
                     self.graphs.observe(batch, self._epoch, step, self._seeds[step])
-                    sums = [one + tensors.array_of(variable) for one, variable in zip(sums, variables, strict=True)]
+                    sums = [values + tensors.array_of(variable) for values, variable in zip(sums, variables, strict=True)]
                     count += 1
         finally:
             for norm, momentum in zip(norms.values(), momenta, strict=True):
                 norm.momentum = momentum
         if norms:
-            *totals, batch_count = total([tf.constant(one, tf.float64) for one in [*sums, [count]]])
+            *totals, batch_count = total([tf.constant(values, tf.float64) for values in [*sums, [count]]])
             for variable, values in zip(variables, totals, strict=True):
                 variable.assign(tf.cast(values / batch_count[0], variable.dtype))
         return list(norms)
@@ -217,7 +218,7 @@ class TensorFlowLearner(Learner):
         return tensors.layers_of(self.model)
 
     def kinds_of_modules(self) -> Iterator[tuple[str, str]]:
-        return kinds_of(self.modules(), tensors.settings_of_own)
+        return kinds_of(self.modules(), tensors.settings_of_keras)
 
     def trained_now(self) -> dict[str, str]:
         return {name: str(variable.trainable) for name, variable in self.variables.by_name.items()}
@@ -282,8 +283,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
     gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
     average = None if keys.ema_decay is None else WeightAverage(dict(variables.named_of_kind("parameters")), keys.ema_decay)
-    change, adds_noise = partial(change_gradients, keys), bool(keys.gradient_noise)
-    update = UpdateGraph(optimizer, variables, gradients, change, adds_noise, check)
+    update = UpdateGraph(optimizer, variables, gradients, partial(change_gradients, keys), bool(keys.gradient_noise), check)
     state = TensorFlowState(variables, optimizer, average, check, options.model_format)
     meter = TensorFlowMeter(
         Transfer(_read, max_pending=1 if device_name() == "CPU" else MAX_PENDING),
@@ -293,16 +293,9 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         peak_memory=peak_memory,
         gradient_norm=update.gradient_norm,
     )
-    learner = TensorFlowLearner(
-        variables,
-        StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, check),
-        update,
-        state,
-        meter,
-        (options.seed, options.rank),
-    )
+    graphs = StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, check)
     options.scoring.prepare(None)
-    return learner
+    return TensorFlowLearner(variables, graphs, update, state, meter, (options.seed, options.rank))
 
 
 def _read(pending: list[tf.Tensor]) -> list[float]:
@@ -312,7 +305,6 @@ def _read(pending: list[tf.Tensor]) -> list[float]:
 
 
 def _model(keys: LearnerKeys, options: BuildOptions) -> tensors.ModelVariables:
-    """The variables of the config's model. Raises: ConfigError."""
     device = "cuda" if tf.config.get_visible_devices("GPU") else "cpu"
     epoch, step = options.position
     with keras_dtype_policy(options.precision.dtype):

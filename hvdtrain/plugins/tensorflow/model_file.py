@@ -74,7 +74,7 @@ def _write(file: Path, entries: Mapping[str, Any]) -> None:
         if entry in TENSORS:
             arrays |= {f"{entry}/{name}": array for name, array in value.items()}
         elif entry in (SHARED, OWN):
-            arrays |= {f"{entry}/{name}/{n:06d}": array for name, found in value.items() for n, array in enumerate(found)}
+            arrays |= {f"{entry}/{name}/{n:06d}": array for name, tensors in value.items() for n, array in enumerate(tensors)}
         elif entry == AVERAGED:
             arrays[entry] = numpy.array(value)
         else:
@@ -151,7 +151,6 @@ def _read_arrays(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
 
 
 def _values(array: Array) -> dict[str, Any]:
-    """The plain values in the array `PROGRESS`."""
     values = json.loads(array.tobytes())
     if not isinstance(values, dict):
         raise ValueError(f"its array {PROGRESS!r} is not a dict")

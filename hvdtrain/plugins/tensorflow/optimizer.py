@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy
 import tensorflow as tf
 
 from hvdtrain.data.types import Array
@@ -51,7 +52,7 @@ class UpdateGraph:
         adds_noise: bool,
         check: GradientCheck,
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._names = [name for name, _ in variables.named_of_kind("parameters")]
         self._trained = variables.of_kind("parameters")
         self._variables = [tensorflow_variable(variable) for variable in self._trained]
@@ -63,10 +64,6 @@ class UpdateGraph:
         self._norm: tf.Tensor | None = None
         self._clips_norm = False  # known when the graph is made
         self._skips_itself = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-
-    @property
-    def optimizer(self) -> keras.optimizers.Optimizer:
-        return self._optimizer
 
     def apply(
         self,
@@ -94,12 +91,13 @@ class UpdateGraph:
             specs += [tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.float32), tf.TensorSpec([2], tf.int32)]
             graph = tf.function(lambda *inputs: self._apply(divides, *inputs), autograph=False)
             self._graph = FlatCall(graph.get_concrete_function(*specs))
-        scale, rate = scalar(self._check.factor, tf.float32), scalar(learning_rate, tf.float32)
+        scale = scalar(self._check.factor, tf.float32)
+        rate = scalar(learning_rate, tf.float32)
         seeds = tf.constant(noise_seeds().astype("int32")) if self._no_seeds is None else self._no_seeds
         finite, self._norm = self._graph(reduced, divisor, scale, rate, seeds)
         if self._check.is_needed:
             flags = finite.numpy()
-            self._check.decide(bool(flags.all()), step, lambda: self._invalid_names(flags))
+            self._check.decide(bool(flags.all()), step, lambda: numpy.array(self._names)[~flags].tolist())
         elif self._skips_itself:
             self._check.count(bool(finite.numpy().all()))
 
@@ -118,8 +116,8 @@ class UpdateGraph:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """The graph. Returns whether each parameter's gradient is finite, of shape (0,) without a check; and the global norm
         of the gradients before clipping, 0 if the norm is not clipped."""
-        own_scale = self._optimizer.scale_loss(tf.ones([]))  # 1 unless the config's optimizer scales the loss itself
-        gradients = TensorFlowGradients(reduced, own_scale, noise_seeds)
+        optimizer_scale = self.optimizer.scale_loss(tf.ones([]))  # 1 unless the config's optimizer scales the loss itself
+        gradients = TensorFlowGradients(reduced, optimizer_scale, noise_seeds)
         if divides:
             gradients.divide(divisor)
         if self._check.scale is not None:
@@ -127,23 +125,18 @@ class UpdateGraph:
         finite = finite_flags(gradients.values)
         self._change(gradients)
         self._clips_norm = gradients.norm is not None
-        norm = tf.cast(tf.zeros([]) if gradients.norm is None else gradients.norm, tf.float32) / own_scale
-        self._optimizer.learning_rate = learning_rate
+        norm = tf.cast(tf.zeros([]) if gradients.norm is None else gradients.norm, tf.float32) / optimizer_scale
+        self.optimizer.learning_rate = learning_rate
         updates = to_keras(gradients.values, self._variables)
         if not self._check.is_needed:
             applied = tf.stack(finite_flags(gradients.values)) if self._skips_itself else tf.zeros([0], tf.bool)
-            self._optimizer.apply(updates, self._trained)
+            self.optimizer.apply(updates, self._trained)
             return applied, norm
         tf.cond(tf.reduce_all(finite), lambda: self._step(updates), lambda: False)
         return tf.stack(finite), norm
 
-    def _invalid_names(self, finite: Array) -> list[str]:
-        """The names of the parameters whose gradients are not finite."""
-        return [name for name, is_finite in zip(self._names, finite, strict=True) if not is_finite]
-
     def _step(self, updates: list[Any]) -> bool:
-        """The branch of the graph that changes the parameters."""
-        self._optimizer.apply(updates, self._trained)
+        self.optimizer.apply(updates, self._trained)
         return True
 
 
@@ -164,42 +157,42 @@ def make_optimizer(spec: dict[str, Any] | str | Any, variables: ModelVariables) 
             "itself uses AdamW for what is not a matrix; a function can return any optimizer of Keras)",
         )
     if callable(spec) and not isinstance(spec, type):
-        made = spec(trained)
-        if not isinstance(made, keras.optimizers.Optimizer):
+        optimizer = spec(trained)
+        if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ConfigError.of(
-                "wrong-result", f"optimizer: expected a function that returns a Keras optimizer, got {type(made).__name__}"
+                "wrong-result", f"optimizer: expected a function that returns a Keras optimizer, got {type(optimizer).__name__}"
             )
     else:
-        made = _make_by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), variables)
+        optimizer = _make_by_name({"class": spec} if isinstance(spec, (str, type)) else dict(spec), variables)
     try:
-        made.learning_rate = 0.0
+        optimizer.learning_rate = 0.0
     except TypeError:
         raise ConfigError.of(
             "unsupported",
             "optimizer: expected one without a learning rate schedule, got one with a schedule (use dynamic_learning_rate)",
         ) from None
-    if not made.built:
-        made.build(trained)
-    return made
+    if not optimizer.built:
+        optimizer.build(trained)
+    return optimizer
 
 
 def _make_by_name(options: dict[str, Any], variables: ModelVariables) -> keras.optimizers.Optimizer:
     wanted = options.pop("class")
-    known = {
+    classes = {
         name.lower(): member
         for name, member in vars(keras.optimizers).items()
         if isinstance(member, type) and issubclass(member, keras.optimizers.Optimizer) and name not in NOT_OPTIMIZERS
     }
-    chosen = common.class_of(wanted, known, "optimizer.class")
+    chosen = common.class_of(wanted, classes, "optimizer.class")
     if "eps" in options:
         options["epsilon"] = options.pop("eps")
     if "betas" in options:
         options["beta_1"], options["beta_2"] = options.pop("betas")
     exempt = _take_undecayed(options, variables)
-    made: keras.optimizers.Optimizer = common.construct(chosen, options, "optimizer.", learning_rate=0.0)
+    optimizer: keras.optimizers.Optimizer = common.construct(chosen, options, "optimizer.", learning_rate=0.0)
     if options.get("weight_decay"):
-        made.exclude_from_weight_decay(var_list=exempt)
-    return made
+        optimizer.exclude_from_weight_decay(var_list=exempt)
+    return optimizer
 
 
 def _take_undecayed(options: dict[str, Any], variables: ModelVariables) -> list[Any]:
@@ -210,8 +203,8 @@ def _take_undecayed(options: dict[str, Any], variables: ModelVariables) -> list[
             "optimizer.param_groups_custom: expected backend = 'torch', got 'tensorflow': a Keras optimizer has one set of "
             f"options for all variables ({common.BLACKLIST} and {common.INCLUDE} choose those that decay)",
         )
-    known = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in common.class_names(owner))}
-    rule = common.take_decay_rule(options, DEFAULT_RULE, known)
+    names = {*vars(keras.layers), *(name for owner in variables.owners.values() for name in common.class_names(owner))}
+    rule = common.take_decay_rule(options, DEFAULT_RULE, names)
     return [
         variable
         for name, variable in variables.by_name.items()

@@ -42,10 +42,11 @@ class TensorFlowState(StateBase):
         self._copies: dict[tuple[str, ...], Array] = {}  # of a checkpoint in the background, by their place in it
 
     def tensors(self, role: Role) -> dict[str, tf.Tensor]:
-        return {name: exchange_value(tensorflow_variable(one)) for name, one in self._variables.named_of_kind(role)}
+        return {name: exchange_value(tensorflow_variable(variable)) for name, variable in self._variables.named_of_kind(role)}
 
     def preload(self, request: PreloadRequest) -> tuple[list[str], list[str]]:
-        theirs, prefix = read_model(request.file)["model"], f"{request.entry}/"
+        theirs = read_model(request.file)["model"]
+        prefix = f"{request.entry}/"
         inside = {name.removeprefix(prefix): array for name, array in theirs.items() if name.startswith(prefix)}
         ours = self._variables.by_name
         values = preload_values(request, shapes_of(ours), inside or theirs)
@@ -56,10 +57,8 @@ class TensorFlowState(StateBase):
 
     def copied(self, contents: CheckpointContents) -> CheckpointContents:
         contents = super().copied(contents)
-        model, optimizer = (
-            _copy(part, self._copies, name) for name, part in (("model", contents.model), ("opt", contents.optimizer))
-        )
-        return replace(contents, model=model, optimizer=optimizer)
+        model = _copy(contents.model, self._copies, "model")
+        return replace(contents, model=model, optimizer=_copy(contents.optimizer, self._copies, "optimizer"))
 
     def model_tensors(self) -> dict[str, Array]:
         return _arrays(self._variables.by_name.items())
@@ -92,7 +91,7 @@ class TensorFlowState(StateBase):
         return [(name, variable) for name, variable, _ in self._described_variables()]
 
     def _optimizer_parameters(self) -> dict[str, str]:
-        """The names of the parameters that the optimizer's variables belong to, by their names."""
+        """By the names of the optimizer's variables, those of their parameters."""
         return {name: parameter for name, _, parameter in self._described_variables() if parameter}
 
     def _described_variables(self) -> Iterator[tuple[str, Any, str]]:
@@ -123,7 +122,7 @@ class WeightAverage(WeightAverageBase):
         return _arrays(super().exact().items())
 
     def _values(self, weights: Mapping[str, Any]) -> dict[str, Array]:
-        return {name: numpy.asarray(tf.cast(one, self._weights[name].dtype)) for name, one in weights.items()}
+        return {name: numpy.asarray(tf.cast(weight, self._weights[name].dtype)) for name, weight in weights.items()}
 
     def _approach(self, share: float) -> None:
         self._graph(tf.constant(share, tf.float32))
@@ -142,16 +141,12 @@ class WeightAverage(WeightAverageBase):
 
 
 def _arrays(named: Iterable[tuple[str, Any]]) -> dict[str, Array]:
-    """Variables' values, not to be changed."""
+    """Not to be changed."""
     return {name: value_of(variable) for name, variable in named}
 
 
 def _copy(state: Any, copies: dict[tuple[str, ...], Array], *place: str) -> Any:
-    """Nested dicts with copies of their arrays. They take the memory of earlier ones, as new memory takes four times as long.
-
-    Args:
-        copies: the earlier ones by place.
-    """
+    """Nested dicts with copies of their arrays. They take the memory of earlier ones, as new memory takes four times as long."""
     if isinstance(state, Mapping):
         return {name: _copy(value, copies, *place, name) for name, value in state.items()}
     if not isinstance(state, numpy.ndarray):

@@ -114,7 +114,9 @@ def extern_data_of(
     }
 
 
-def with_parts(losses: Mapping[str, Loss], numbers: tf.Tensor | None, names: Sequence[str], are_frames: bool) -> dict[str, Loss]:
+def with_dataset_losses(
+    losses: Mapping[str, Loss], numbers: tf.Tensor | None, names: Sequence[str], are_frames: bool
+) -> dict[str, Loss]:
     """The losses, and if an epoch mixes datasets, those of the sequences of each dataset as errors, `loss.dataset`.
 
     Part of a graph. A loss without seq_lens is left out: it is unknown which of its elements belong to a sequence.
@@ -124,20 +126,21 @@ def with_parts(losses: Mapping[str, Loss], numbers: tf.Tensor | None, names: Seq
         names: of the datasets.
         are_frames: whether the numbers are those of frames.
     """
-    found = dict(losses)
+    result = dict(losses)
     for name, loss in losses.items() if numbers is not None else ():
         if loss.seq_lens is None or loss.count is not None or (are_frames and isinstance(loss.seq_lens, int)):
             continue
         value, owners = _with_owners(name, loss, numbers, are_frames)
-        for number, part in enumerate(names):
-            found[f"{name}.{part}"] = Loss(tf.boolean_mask(value, owners == number), 0.0, True, False, None)
-    return found
+        for number, dataset in enumerate(names):
+            result[f"{name}.{dataset}"] = Loss(tf.boolean_mask(value, owners == number), 0.0, True, False, None)
+    return result
 
 
 def _with_owners(name: str, loss: Loss, numbers: tf.Tensor, are_frames: bool) -> tuple[tf.Tensor, tf.Tensor]:
     """A loss, and the number of the dataset of each element on its first axis. Part of a graph that fails if they do not fit."""
     value = tf.convert_to_tensor(loss.value)
-    first, count = tf.shape(value)[0], tf.size(numbers)
+    first = tf.shape(value)[0]
+    count = tf.size(numbers)
     has_axes = value.shape.rank > 1
     if are_frames:
         owners = numbers
@@ -205,8 +208,8 @@ def totals_of(losses: Mapping[str, Loss], apart: Sequence[str]) -> list[tf.Tenso
         ConfigError: no loss is minimized.
     """
     terms = terms_of(losses)
-    others = [term for name, term in terms.items() if name not in apart]
-    return [_add_up(others) if others or not apart else tf.zeros([]), *(terms[name] for name in apart)]
+    together = [term for name, term in terms.items() if name not in apart]
+    return [_add_up(together) if together or not apart else tf.zeros([]), *(terms[name] for name in apart)]
 
 
 def _add_up(terms: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -278,7 +281,8 @@ def _walk(value: Any, path: str, owner: Any, seen: set[int]) -> Iterator[tuple[s
         seen.add(id(value))
         yield path, value, owner
         if isinstance(value, LAYERS):
-            owner, members = value, _attributes(value)
+            owner = value
+            members = _attributes(value)
     elif isinstance(value, (list, tuple)):
         members = enumerate(value)
     elif isinstance(value, dict):
@@ -287,7 +291,7 @@ def _walk(value: Any, path: str, owner: Any, seen: set[int]) -> Iterator[tuple[s
         yield from _walk(member, f"{path}.{name}" if path else str(name), owner, seen)
 
 
-def settings_of_own(layer: Any) -> str | None:
+def settings_of_keras(layer: Any) -> str | None:
     """The settings of a layer of Keras' own, as text, without those that are objects; None: it is somebody else's."""
     if not type(layer).__module__.startswith("keras."):
         return None
@@ -320,7 +324,7 @@ def _kind(variable: Any, owner: Any) -> Role:
         return "counters"
     # After `layer.trainable = False`, a layer's weights are still in its list of trainable variables.
     trainable = getattr(owner, "_trainable_variables", ())
-    return "frozen" if any(variable is other for other in trainable) else "statistics"
+    return "frozen" if any(variable is trained for trained in trainable) else "statistics"
 
 
 def tensorflow_variable(variable: Any) -> tf.Variable:
@@ -376,7 +380,8 @@ def assign(
     """
     wanted = {name: tensorflow_variable(variable) for name, variable in variables}
     described = {name: f"{name} (of {parameters[name]})" if name in parameters else name for name in wanted}
-    missing, unknown = sorted(described[name] for name in wanted.keys() - arrays.keys()), sorted(arrays.keys() - wanted.keys())
+    missing = sorted(described[name] for name in wanted.keys() - arrays.keys())
+    unknown = sorted(arrays.keys() - wanted.keys())
     shapes = [
         f"{described[name]} of shape {arrays[name].shape} instead of {tuple(variable.shape)}"
         for name, variable in wanted.items()

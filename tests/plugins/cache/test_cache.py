@@ -13,8 +13,8 @@ from hvdtrain.data.describe import feed_lines
 from hvdtrain.data.feed import Feed
 from hvdtrain.data.hdf.dataset import open_hdf
 from hvdtrain.data.views import OneAtATime
+from hvdtrain.plugins.cache import parse_sizes
 from hvdtrain.plugins.cache.budget import PER_ARRAY, PER_SEQUENCE, Budget, CachedDataset
-from hvdtrain.plugins.cache.keys import parse_sizes
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 from hvdtrain.settings import read_settings
 from hvdtrain.start_up.data import open_feeds
@@ -215,8 +215,8 @@ def test_all_ranks_of_a_host_share_its_memory(compressed: Dataset) -> None:
     assert (Budget(None, within=host).size, Budget(10, within=host).size, Budget(5000, within=host).size) == (1000, 10, 1000)
     train, dev = Budget(None, within=host), Budget(600, within=host)
     assert (train.take(500), dev.take(600), dev.take(400), train.take(101), train.take(100)) == (True, False, True, False, True)
-    assert [Budget(own, within=host).is_cut(2000) for own in (None, 10, 1500)] == [True, False, True]
-    assert not Budget(None, within=host).is_cut(900)
+    assert [Budget(own, within=host).is_limited_by_host(2000) for own in (None, 10, 1500)] == [True, False, True]
+    assert not Budget(None, within=host).is_limited_by_host(900)
     host = Budget(1000)
     workers, more = Budget(None, within=host).shared_by(2), Budget(None, within=host).shared_by(3)
     assert (workers.size, more.size) == (500, 333)

@@ -16,7 +16,7 @@ from hvdtrain.data.plan.epoch import plan
 from hvdtrain.data.plan.inputs import PlanInputs
 from hvdtrain.data.plan.order_keys import OrderKeys
 from hvdtrain.errors import DataError
-from hvdtrain.plugins.combine.mix import WeightedMix, mixed_parts, order_mixed
+from hvdtrain.plugins.combine.mix import WeightedMix, mixed_datasets, order_mixed
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
 
 SIZES = {"a": 1000, "b": 150, "c": 37}
@@ -43,7 +43,7 @@ def test_the_end_of_an_epoch() -> None:
     weights = {"a": 0.5, "b": 0.3, "c": 0.2}
 
     def quotas(mix: WeightedMix) -> list[int]:
-        return [part.quota for part in mixed_parts(mix, LENGTHS, None)]
+        return [part.quota for part in mixed_datasets(mix, LENGTHS, None)]
 
     assert quotas(mix_of(weights=weights, stop="first")) == [round(37 / 0.2 * 0.5), round(37 / 0.2 * 0.3), 37]
     assert quotas(mix_of(weights=weights)) == [1000, 600, 400]
@@ -58,7 +58,7 @@ def test_the_end_of_an_epoch() -> None:
     ):
         quotas(mix_of(weights={"a": 70, "b": 29, "c": 1}, stop=20))
     with pytest.raises(DataError, match="train.datasets.c: expected at least one sequence to mix, got none in use"):
-        mixed_parts(mix_of(), LENGTHS, numpy.arange(1100))
+        mixed_datasets(mix_of(), LENGTHS, numpy.arange(1100))
 
 
 @pytest.mark.parametrize("ordering", ["random", "random_blocks:7", "default"])

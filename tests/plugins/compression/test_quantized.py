@@ -11,7 +11,7 @@ from hvdtrain.comm.base import Communicator
 from hvdtrain.comm.single import SingleCommunicator
 from hvdtrain.learner.model_state import ModelState
 from hvdtrain.learner.reducers import ReduceKeys
-from hvdtrain.plugins.compression.quantized import BLOCK, Quantized, decode, encode
+from hvdtrain.plugins.compression.quantized import PER_SCALE, Quantized, decode, encode
 from hvdtrain.runtime.timer import Timer
 
 ERRORS = {8: 0.01, 4: 0.15, 2: 0.4}
@@ -45,16 +45,16 @@ def opened(comm: Communicator, bits: int) -> tuple[Quantized, ModelState]:
 
 @pytest.mark.parametrize("bits", ERRORS)
 def test_a_value_takes_so_many_bits_and_a_block_a_scale(bits: int) -> None:
-    values = torch.randn(3, 5 * BLOCK, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1e-6], [1.0], [1e6]])
-    values[1, :BLOCK] = 0.0
+    values = torch.randn(3, 5 * PER_SCALE, generator=torch.Generator().manual_seed(1)) * torch.tensor([[1e-6], [1.0], [1e6]])
+    values[1, :PER_SCALE] = 0.0
     encoded = encode(values, bits)
     assert encoded.dtype == torch.uint8
-    assert encoded.shape == (3, 5 * BLOCK * bits // 8 + 5 * 2)
+    assert encoded.shape == (3, 5 * PER_SCALE * bits // 8 + 5 * 2)
     decoded = decode(encoded, bits)
-    assert not decoded[1, :BLOCK].any()
+    assert not decoded[1, :PER_SCALE].any()
     for row, given in zip(decoded, values, strict=True):
         assert error(row, given) < ERRORS[bits]
-    sparse = torch.zeros(1, BLOCK)
+    sparse = torch.zeros(1, PER_SCALE)
     sparse[0, 3] = -5.0
     assert error(decode(encode(sparse, bits), bits), sparse) < 1.0  # never worse than to send nothing
     if bits > 2:
@@ -64,11 +64,11 @@ def test_a_value_takes_so_many_bits_and_a_block_a_scale(bits: int) -> None:
 @pytest.mark.parametrize("bits", ERRORS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_remains_so_and_is_not_kept(bits: int, bad: float) -> None:
-    values = torch.ones(1, 2 * BLOCK)
+    values = torch.ones(1, 2 * PER_SCALE)
     values[0, 3] = bad
     decoded = decode(encode(values, bits), bits)
-    assert not decoded[0, :BLOCK].isfinite().any()
-    assert decoded[0, BLOCK:].isfinite().all()
+    assert not decoded[0, :PER_SCALE].isfinite().any()
+    assert decoded[0, PER_SCALE:].isfinite().all()
     compressor, state = opened(SingleCommunicator(), bits)
     compressor._encode(values, "a")
     assert state.own["a"][0].isfinite().all()
@@ -89,9 +89,9 @@ def test_ranks_get_the_same_average_and_what_rounding_takes_away_comes_later(bit
 
     ranks = on_ranks(size, work)
     elements = sum(torch.zeros(shape).numel() for shape in SHAPES)
-    padded = -(-elements // (size * BLOCK)) * size * BLOCK
+    padded = -(-elements // (size * PER_SCALE)) * size * PER_SCALE
     for first, means, messages, sent in ranks:
-        assert messages == [("a.shares", padded * bits // 8 + padded // BLOCK * 2)] * 40
+        assert messages == [("a.shares", padded * bits // 8 + padded // PER_SCALE * 2)] * 40
         assert sent == 40 * messages[0][1]
         for number, shape in enumerate(SHAPES):
             exact = sum(values_of(rank)[number] for rank in range(size)) / size

@@ -24,7 +24,7 @@ from hvdtrain.data.dataset import Scanning
 from hvdtrain.disk.atomic import atomically
 from hvdtrain.plugins.lengths import index
 from hvdtrain.plugins.lengths.fingerprint import fingerprint_of, fingerprint_of_file
-from hvdtrain.plugins.lengths.index import UNUSED, IndexFile, Kept
+from hvdtrain.plugins.lengths.index import UNUSED, IndexFile, Stored
 
 
 class Lines:
@@ -189,7 +189,7 @@ def test_what_is_kept_comes_back_until_it_is_damaged_or_unused(tmp_path: Path) -
     }
     made: list[int] = []
 
-    def make() -> Kept:
+    def make() -> Stored:
         made.append(1)
         return {"broken": [[3, "message"]]}, arrays
 

@@ -11,7 +11,7 @@ from trainings import Run, Trained, trains
 from hvdtrain.cli import run_task
 from hvdtrain.errors import CheckpointError
 from hvdtrain.learner.base import Learner
-from hvdtrain.plugins.preload.entries import parse_preloads
+from hvdtrain.plugins.preload.keys import parse_preloads
 from hvdtrain.run import train
 from hvdtrain.settings import Settings, read_settings
 

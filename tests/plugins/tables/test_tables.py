@@ -260,7 +260,7 @@ def test_row_groups_are_kept_within_a_limit(tmp_path: Path, monkeypatch: pytest.
     for number in (6, 0, 3, 6, 1):
         dataset.sequence(number)
     assert read == [0, 1, 2, 3]
-    monkeypatch.setattr(tables, "KEPT", 1)
+    monkeypatch.setattr(tables, "CACHE_BYTES", 1)
     dataset = opened(file, columns={"data": "lists"})
     read.clear()
     for number in (6, 0, 1, 6):

@@ -25,13 +25,13 @@ class Description:
         layers: the dict of layers, with RETURNN's entries such as `#config`.
         copies: how parameters are copied from the network before it: `copy_param_mode` of RETURNN.
         skips_output: whether those of the output layers are not copied.
-        allows_others: whether parameters that only one of the networks has, or that have other shapes, are left out.
+        ignores_differences: whether parameters that only one of the networks has, or that have other shapes, are left out.
     """
 
     layers: dict[str, Any]
     copies: str | None = None
     skips_output: bool = False
-    allows_others: bool = False
+    ignores_differences: bool = False
 
     def differs_from(self, layers: Mapping[str, Any]) -> bool:
         """Whether another network has to be built, as RETURNN's engine decides."""
@@ -74,7 +74,7 @@ class Descriptions:
             )
         if callable(self._function):
             layers = _check_dict("get_network", self._function(epoch=epoch))
-            return Description(layers, layers.get("#copy_param_mode"), allows_others=True)
+            return Description(layers, layers.get("#copy_param_mode"), ignores_differences=True)
         name = "network" if self._pretrain is None else "pretrain"
         layers = self._config.typed_value("network") if self._pretrain is None else self._pretrain.get_final_network_json()
         return Description(_check_dict(name, layers), (layers or {}).get("#copy_param_mode"))

@@ -20,7 +20,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.learner.meter import TINY, NormalizedLosses
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.plugins.returnn.network.objective import Objective
-from hvdtrain.plugins.tensorflow.gradients import Exchange, GraphGradients, map_values, parts_of
+from hvdtrain.plugins.tensorflow.gradients import Exchange, GraphGradients, map_values, tensors_in
 from hvdtrain.plugins.tensorflow.graph import time_exchange
 
 v1 = tf.compat.v1
@@ -88,7 +88,7 @@ class FeedableUpdater(Updater):  # type: ignore[misc]  # RETURNN has no types
         ]
 
 
-def points_of_one_rank(objective: Objective, compute: Compute, variables: list[Any]) -> GradientPoints:
+def points_alone(objective: Objective, compute: Compute, variables: list[Any]) -> GradientPoints:
     """The tensors where ranks exchange no gradients: the objective is RETURNN's."""
     return GradientPoints(list(variables), reduced=[feedable(gradient) for gradient in compute(objective.whole)])
 
@@ -110,7 +110,7 @@ def points_of_ranks(
     loss: Any = objective.of_batch
     if objective.normalized_terms:
         points.counts = feedable(tf.stack([term.count for term in objective.normalized_terms]))
-        points.totals, points.waited = time_exchange(messages.exchange_counts, points.counts, known)
+        points.totals, points.waited = time_exchange(messages.exchange_counts, points.counts, value_of_each)
         loss = objective.terms[0].value if points.divides_afterwards else objective.divided_by(points.totals)
     computed_here = compute(loss)
     rows = tuple(number for number, gradient in enumerate(computed_here) if isinstance(gradient, tf.IndexedSlices))
@@ -120,7 +120,7 @@ def points_of_ranks(
         points.scale = v1.placeholder_with_default(tf.ones([]), [])
         local = [map_values(gradient, lambda tensor: tensor * tf.cast(points.scale, tensor.dtype)) for gradient in local]
     points.local = [feedable(gradient) for gradient in local]
-    reduced, seconds = time_exchange(lambda local: messages.reduce(local, plan), points.local, known)
+    reduced, seconds = time_exchange(lambda local: messages.reduce(local, plan), points.local, value_of_each)
     points.traffic = tf.concat([[seconds], messages.num_bytes(points.local)], 0)
     if points.scale is not None:
         reduced = [map_values(gradient, lambda tensor: tensor / tf.cast(points.scale, tensor.dtype)) for gradient in reduced]
@@ -140,24 +140,16 @@ def feedable(gradient: Any) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        values, indices = _place(gradient.values, rows=True), _place(gradient.indices, rows=True)
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
-    return _place(gradient)
+        values = v1.placeholder_with_default(gradient.values, [None, *gradient.values.shape[1:]])
+        return tf.IndexedSlices(values, v1.placeholder_with_default(gradient.indices, [None]), gradient.dense_shape)
+    return v1.placeholder_with_default(gradient, gradient.shape)
 
 
-def known(tensors: Any) -> list[Any]:
-    """A tensor that is known when others are.
-
-    If an operation has to wait for a fed tensor without using its value, TensorFlow computes what the fed value replaces, which
-    needs a batch. So this uses a value of each.
-    """
-    firsts = [tf.reduce_sum(tf.reshape(tensor, [-1])[:1]) for tensor in parts_of(tensors)]
+def value_of_each(tensors: Any) -> list[Any]:
+    """A tensor that is computed once others are, from a value of each: if an operation waits for a fed tensor without using it,
+    TensorFlow computes what the fed value replaces, which needs a batch."""
+    firsts = [tf.reduce_sum(tf.reshape(tensor, [-1])[:1]) for tensor in tensors_in(tensors)]
     return [tf.add_n([tf.cast(first, tf.float64) for first in firsts])]
-
-
-def _place(tensor: Any, rows: bool = False) -> Any:
-    shape = [None, *tensor.shape[1:]] if rows else tensor.shape
-    return v1.placeholder_with_default(tensor, shape)
 
 
 def _with_constraint(gradient: Any, constraint: Any, variable: Any) -> Any:
@@ -191,7 +183,8 @@ def feed_of(points: Sequence[Any], values: Sequence[HostGradient]) -> dict[Any, 
     for point, value in zip(points, values, strict=True):
         if isinstance(point, tf.IndexedSlices):
             rows, indices = value if isinstance(value, tuple) else (value, numpy.arange(len(value)))
-            feed[point.values], feed[point.indices] = rows, indices.astype(point.indices.dtype.as_numpy_dtype)
+            feed[point.values] = rows
+            feed[point.indices] = indices.astype(point.indices.dtype.as_numpy_dtype)
         elif isinstance(value, tuple):
             feed[point] = numpy.zeros(point.shape.as_list(), value[0].dtype)
             numpy.add.at(feed[point], value[1], value[0])
@@ -202,25 +195,25 @@ def feed_of(points: Sequence[Any], values: Sequence[HostGradient]) -> dict[Any, 
 
 def zeros(points: Sequence[Any]) -> list[HostGradient]:
     """The contribution of a rank that had no batch."""
-    return [_zeros(point) for point in points]
 
+    def empty(point: Any) -> HostGradient:
+        if isinstance(point, tf.IndexedSlices):
+            shape = [0, *point.values.shape[1:].as_list()]
+            return numpy.zeros(shape, point.values.dtype.as_numpy_dtype), numpy.zeros([0], point.indices.dtype.as_numpy_dtype)
+        return [] if point is None else numpy.zeros(point.shape.as_list(), point.dtype.as_numpy_dtype)
 
-def _zeros(point: Any) -> HostGradient:
-    if isinstance(point, tf.IndexedSlices):
-        shape = [0, *point.values.shape[1:].as_list()]
-        return numpy.zeros(shape, point.values.dtype.as_numpy_dtype), numpy.zeros([0], point.indices.dtype.as_numpy_dtype)
-    return [] if point is None else numpy.zeros(point.shape.as_list(), point.dtype.as_numpy_dtype)
+    return list(map(empty, points))
 
 
 def add(first_set: Sequence[HostGradient], second_set: Sequence[HostGradient]) -> list[HostGradient]:
     """The sums of two sets of gradients; the rows of both are kept."""
-    return [_add(first, second) for first, second in zip(first_set, second_set, strict=True)]
 
+    def total(first: HostGradient, second: HostGradient) -> HostGradient:
+        if isinstance(first, tuple):
+            return tuple(map(numpy.concatenate, zip(first, second, strict=True)))
+        return first if isinstance(first, list) else first + second
 
-def _add(first: HostGradient, second: HostGradient) -> HostGradient:
-    if isinstance(first, tuple):
-        return numpy.concatenate([first[0], second[0]]), numpy.concatenate([first[1], second[1]])
-    return first if isinstance(first, list) else first + second
+    return list(map(total, first_set, second_set))
 
 
 def divide(gradients: Sequence[HostGradient], divisor: float) -> list[HostGradient]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy
@@ -18,7 +19,7 @@ from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.plugins.returnn.network import gradients
 from hvdtrain.plugins.returnn.network.messages import building
 from hvdtrain.plugins.returnn.network.objective import Objective, objective_of
-from hvdtrain.plugins.returnn.network.random_numbers import RandomNumbers, kept_by_tensorflow
+from hvdtrain.plugins.returnn.network.random_numbers import RandomNumbers, random_of_tensorflow
 from hvdtrain.plugins.returnn.sizes import size_name
 
 v1 = tf.compat.v1
@@ -67,7 +68,8 @@ class NetworkGraph:
         points: the gradients of an update.
         train_fetches, eval_fetches: what RETURNN's engine fetches in a step.
         layers: the layers, each with the names of its variables by their last parts.
-        other_random: the types of random operations whose positions TensorFlow keeps.
+        step: the number of training steps done.
+        random_of_tensorflow: the types of random operations whose positions TensorFlow keeps.
     """
 
     def __init__(self, options: GraphOptions, description: dict[str, Any], epoch: int) -> None:
@@ -78,13 +80,10 @@ class NetworkGraph:
         self.session = v1.Session(graph=self.graph, config=v1.ConfigProto(**options.session))
         self.random = RandomNumbers()
         self.noise = RandomNumbers()
-        self._parts: _Parts | None = None
-        self._whole: list[Any] | None = None
         self._outputs: dict[str, Output] | None = None
-        self._meta: bytes | None = None
         self._assignments: dict[str, tuple[Any, Any]] = {}
         self._learning_rate: float | None = None
-        self._step = 0
+        self.step = 0
         with self.graph.as_default(), building(options.texts, description):
             self._build(epoch)
         self._used_keys = [key for key in self.extern_data.data if key in self.network.get_used_data_keys()]
@@ -119,7 +118,12 @@ class NetworkGraph:
             if trains:
                 objective = objective_of(self.network)
                 self.objective: Objective = objective.undivided() if self.options.per_rank else objective
-        self._refuse_states()
+        if states := self.graph.get_collection(CollectionKeys.STATE_VARS):
+            raise ConfigError.of(
+                "unsupported",
+                "network: expected layers that begin anew with every batch, got initial_state = 'keep_over_epoch', for which the "
+                f"next batch has to go on with the same sequences ({', '.join(state.op.name for state in states)})",
+            )
         self.variables = {variable.name.removesuffix(":0"): variable for variable in self.network.get_params_list()}
         names = {id(variable): name for name, variable in self.variables.items()}
         self.layers = [
@@ -136,24 +140,14 @@ class NetworkGraph:
         self.norm: Any = None
         if trains:
             self._build_updater()
-        self.other_random = kept_by_tensorflow(self.graph) if trains else []
+        self.random_of_tensorflow = random_of_tensorflow(self.graph) if trains else []
         self.eval_fetches = self._fetches(train=False) if self.options.has_scores else {}
-        self._initialize_others()
+        self._initialize_rest()
         for name, variable in {**self.variables, **self.optimizer_variables}.items():
             place = v1.placeholder(variable.dtype.base_dtype, variable.shape)
             self._assignments[name] = place, variable.assign(place).op
         self.training_names = _score_names(self.train_fetches, self.network)
         self.evaluation_names = _score_names(self.eval_fetches, self.network)
-
-    def _refuse_states(self) -> None:
-        """Raises: ConfigError, if layers pass their states on from batch to batch."""
-        states = self.graph.get_collection(CollectionKeys.STATE_VARS)
-        if states:
-            raise ConfigError.of(
-                "unsupported",
-                "network: expected layers that begin anew with every batch, got initial_state = 'keep_over_epoch', for which the "
-                f"next batch has to go on with the same sequences ({', '.join(state.op.name for state in states)})",
-            )
 
     def _build_updater(self) -> None:
         config = self.options.config
@@ -193,19 +187,20 @@ class NetworkGraph:
     def _make_points(self, compute: gradients.Compute, variables: list[Any]) -> gradients.GradientPoints:
         options = self.options
         if not options.exchange.is_shared:
-            return gradients.points_of_one_rank(self.objective, compute, variables)
-        exchange, bucket_bytes = options.exchange, options.bucket_bytes
-        return gradients.points_of_ranks(self.objective, compute, variables, exchange, bucket_bytes, options.scaled)
+            return gradients.points_alone(self.objective, compute, variables)
+        return gradients.points_of_ranks(
+            self.objective, compute, variables, options.exchange, options.bucket_bytes, options.scaled
+        )
 
     def _fetches(self, train: bool) -> dict[str, Any]:
         fetches: dict[str, Any] = self.network.get_fetches_dict(config=self.options.config, should_train=train, should_eval=True)
         return fetches
 
-    def _initialize_others(self) -> None:
+    def _initialize_rest(self) -> None:
         """Variables that neither the network nor the optimizers initialize, such as those that accumulate gradients."""
-        others = v1.global_variables() + v1.local_variables()
-        missing = set(self.session.run(v1.report_uninitialized_variables(others)).tolist()) if others else set()
-        chosen = [variable for variable in others if variable.op.name.encode() in missing]
+        variables = v1.global_variables() + v1.local_variables()
+        missing = set(self.session.run(v1.report_uninitialized_variables(variables)).tolist()) if variables else set()
+        chosen = [variable for variable in variables if variable.op.name.encode() in missing]
         self.session.run([variable.initializer for variable in chosen])
 
     # Steps
@@ -268,8 +263,8 @@ class NetworkGraph:
     def _layer(self, name: str, wanted: str | None) -> Any:
         layer = self.network.get_default_output_layer() if wanted is None else self.network.layers.get(wanted)
         if layer is None:
-            known = ", ".join(sorted(self.network.layers))
-            raise ConfigError.of("unknown-value", f"{name}: expected a layer of the network ({known}), got {wanted!r}")
+            names = ", ".join(sorted(self.network.layers))
+            raise ConfigError.of("unknown-value", f"{name}: expected a layer of the network ({names}), got {wanted!r}")
         return layer
 
     def run(self, fetches: Any, feed: Mapping[Any, Any]) -> Any:
@@ -285,22 +280,17 @@ class NetworkGraph:
 
     def set_step(self, step: int) -> None:
         """Set the number of training steps done, which layers, schedules and checkpoints of RETURNN read."""
-        if step != self._step:
+        if step != self.step:
             with self.graph.as_default():
                 self.network.set_global_train_step(step, session=self.session)
-            self._step = step
+            self.step = step
 
     def update(self, fetches: Mapping[str, Any], feed: Mapping[Any, Any], step: int) -> dict[str, Any]:
         """Update the variables in the step with this number; return the values of some tensors."""
         self.set_step(step)
         fetched: dict[str, Any] = self.session.run({**fetches, "update": self.update_op}, feed)
-        self._step = step + 1  # the update counts, too
+        self.step = step + 1  # the update counts, too
         return fetched
-
-    @property
-    def step(self) -> int:
-        """The number of training steps done."""
-        return self._step
 
     def random_positions(self) -> Array:
         """The positions of all random operations."""
@@ -317,7 +307,7 @@ class NetworkGraph:
         """Load a checkpoint of TensorFlow, as RETURNN does. Raises: tf.errors.OpError."""
         with self.graph.as_default():
             self.network.load_params_from_file(prefix, session=self.session)
-            self._step = int(self.network.get_global_train_step(session=self.session))
+            self.step = int(self.network.get_global_train_step(session=self.session))
 
     def reset_optimizer(self) -> None:
         """Set the optimizers' variables to their initial values."""
@@ -325,36 +315,33 @@ class NetworkGraph:
             with self.graph.as_default():
                 self.updater.init_optimizer_vars(session=self.session)
 
+    @cached_property
     def meta(self) -> bytes:
         """The graph in TensorFlow's format, which RETURNN's tools look for in a checkpoint."""
-        if self._meta is None:
-            with self.graph.as_default():
-                if self.network.saver is None:
-                    self.network._create_saver()
-                self._meta = self.network.saver.export_meta_graph().SerializeToString()
-        return self._meta
+        with self.graph.as_default():
+            if self.network.saver is None:
+                self.network._create_saver()
+            return self.network.saver.export_meta_graph().SerializeToString()  # type: ignore[no-any-return]
 
-    def parts(self) -> _Parts:
+    @cached_property
+    def gradient_sets(self) -> GradientSets:
         """The gradients for an update that takes several batches."""
-        if self._parts is None:
-            with self.graph.as_default():
-                self._parts = _Parts(self.objective, self.points.variables)
-        return self._parts
+        with self.graph.as_default():
+            return GradientSets(self.objective, self.points.variables)
 
+    @cached_property
     def whole(self) -> list[Any]:
         """The gradients of the whole objective of a batch, which stay on this rank."""
-        if self._whole is None:
-            with self.graph.as_default():
-                self._whole = gradients.fetchable(tf.gradients(self.objective.whole, self.points.variables))
-        return self._whole
+        with self.graph.as_default():
+            return gradients.fetchable(tf.gradients(self.objective.whole, self.points.variables))
 
     # Variables
 
     def arrays(self, names: Sequence[str]) -> dict[str, Array]:
         """The values of some of the model's or the optimizers' variables."""
-        known = {**self.variables, **self.optimizer_variables}
+        variables = {**self.variables, **self.optimizer_variables}
         with self.graph.as_default():
-            values = self.session.run([known[name] for name in names])
+            values = self.session.run([variables[name] for name in names])
         return dict(zip(names, values, strict=True))
 
     def assign(self, arrays: Mapping[str, Array]) -> None:
@@ -370,8 +357,8 @@ class NetworkGraph:
         self.session.close()
 
 
-class _Parts:
-    """The gradients of a batch in parts, so that those of several batches can be added up.
+class GradientSets:
+    """The gradients of a batch in sets, so that those of several batches can be added up.
 
     Attributes:
         sets: the gradients of all losses that are not normalized, then those of each normalized one, not divided.
@@ -383,8 +370,8 @@ class _Parts:
         def compute(loss: Any) -> list[Any]:
             return list(tf.gradients(loss, variables)) if loss is not None else [None] * len(variables)
 
-        others = [term.value for term in objective.terms if not term.is_normalized]
-        losses = [tf.add_n(others) if others else None, *(term.value for term in objective.normalized_terms)]
+        unnormalized = [term.value for term in objective.terms if not term.is_normalized]
+        losses = [tf.add_n(unnormalized) if unnormalized else None, *(term.value for term in objective.normalized_terms)]
         self.counts: list[Any] = [term.count for term in objective.normalized_terms]
         computed = [compute(loss) for loss in losses]
         constraints = None if objective.constraints is None else compute(objective.constraints)
@@ -397,12 +384,12 @@ class _Parts:
 
 def _alike(variable: Any, column: Sequence[Any]) -> list[Any]:
     """A variable's gradients of several losses in one form: rows if all are rows, else tensors; zeros for None."""
-    known = [gradient for gradient in column if gradient is not None]
-    if not known:
+    present = [gradient for gradient in column if gradient is not None]
+    if not present:
         return list(column)
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in known):
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in present):
         empty = tf.IndexedSlices(
-            tf.zeros([0, *variable.shape[1:]], variable.dtype.base_dtype), tf.zeros([0], known[0].indices.dtype)
+            tf.zeros([0, *variable.shape[1:]], variable.dtype.base_dtype), tf.zeros([0], present[0].indices.dtype)
         )
         return [empty if gradient is None else gradient for gradient in column]
     return [
@@ -503,14 +490,14 @@ class Output:
 
     def arrays(self, name: str, fetched: Sequence[Array]) -> dict[str, tuple[list[Array], list[int] | None]]:
         """What was fetched, as the outputs of sequences."""
-        values, *others = fetched
-        sizes = others.pop(0) if self.sizes is not None else None
+        values, *further = fetched
+        sizes = further.pop(0) if self.sizes is not None else None
         if self.beam is None:
             return {name: (list(values), None if sizes is None else sizes.tolist())}
         outputs = {name: (list(values.reshape(-1, self.beam, *values.shape[1:])), None)}
         if sizes is not None:
             outputs[size_name(name, 1)] = list(sizes.reshape(-1, self.beam)), None
-        return {**outputs, f"beam_scores_{name}": (list(others[0]), None)}
+        return {**outputs, f"beam_scores_{name}": (list(further[0]), None)}
 
 
 def output_of(layer: Any) -> Output:

@@ -27,8 +27,8 @@ from hvdtrain.plugins.returnn.network.graph import GraphOptions, NetworkGraph, S
 from hvdtrain.plugins.returnn.network.native_ops import announce_compiling, choose_device
 from hvdtrain.plugins.returnn.network.networks import Networks
 from hvdtrain.plugins.returnn.network.random_numbers import position_of
-from hvdtrain.plugins.returnn.network.source import NetworkSource
 from hvdtrain.plugins.returnn.network.state import NetworkState
+from hvdtrain.plugins.returnn.networks import NetworkSource
 from hvdtrain.plugins.tensorflow import learner as tensorflow_learner
 from hvdtrain.plugins.tensorflow.gradients import as_array
 from hvdtrain.runtime import log
@@ -117,7 +117,9 @@ class NetworkLearner(Learner):
         self._step += 1
 
     def _update(self, learning_rate: float) -> None:
-        batch, total, graph = self._batch, self._sum, self._graph
+        batch = self._batch
+        total = self._sum
+        graph = self._graph
         self._batch = self._sum = None
         if batch is None and total is None and not self._is_exchanged:
             graph.set_step(self._step)
@@ -142,7 +144,7 @@ class NetworkLearner(Learner):
     def try_batch(self, batch: Batch) -> bool:
         graph = self._graph
         try:
-            graph.run({**graph.train_fetches, "sets": graph.parts().sets}, graph.feed(batch, True, self._step, 0))
+            graph.run({**graph.train_fetches, "sets": graph.gradient_sets.sets}, graph.feed(batch, True, self._step, 0))
         except (tf.errors.ResourceExhaustedError, MemoryError):
             return False
         return True
@@ -216,13 +218,9 @@ class NetworkLearner(Learner):
         self.meter.add(scales, numbers_of(names, fetched), step, batch.indices, train)
 
     def _apply(self, feed: dict[Any, Any], batch: Batch | None, exchanges_counts: bool = True) -> None:
-        """Collective, if gradients are exchanged. One update from a batch, or from gradients that are fed.
-
-        Args:
-            feed: what the session is fed.
-            exchanges_counts: whether the counts of normalized losses are exchanged, too.
-        """
-        graph, points = self._graph, self._graph.points
+        """Collective, if gradients are exchanged. One update from a batch, or from gradients that are fed."""
+        graph = self._graph
+        points = graph.points
         fetches: dict[str, Any] = {} if batch is None else dict(graph.train_fetches)
         is_stopped = self._exchange.is_shared and not self._exchange.is_active  # the ranks do not exchange gradients any more
         if self._is_exchanged:
@@ -233,7 +231,7 @@ class NetworkLearner(Learner):
                 feed = {**feed, points.scale: self._check.factor}
         if is_stopped or self._check.is_needed or self.observer is not None:
             graph.set_step(self._step - 1)
-            reduced = graph.whole() if is_stopped else host.fetchable(points.reduced)
+            reduced = graph.whole if is_stopped else host.fetchable(points.reduced)
             fetched = graph.run({**fetches, "reduced": reduced}, feed)
         else:
             fetched = graph.update(fetches | self._norm_fetches, feed, self._step - 1)
@@ -264,8 +262,8 @@ class NetworkLearner(Learner):
         if "norm" in fetched:
             self._norm = float(fetched["norm"])
         if "traffic" in fetched:
-            seconds, float32, others = fetched["traffic"].tolist()
-            self._exchange.count_graph(seconds + float(fetched.get("waited", 0.0)), int(float32), int(others))
+            seconds, float32, other_types = fetched["traffic"].tolist()
+            self._exchange.count_graph(seconds + float(fetched.get("waited", 0.0)), int(float32), int(other_types))
 
     def _dense(self, names: Sequence[str], reduced: Sequence[Any]) -> Iterator[tuple[str, Array]]:
         """Gradients by parameter name; rows become dense."""
@@ -275,9 +273,10 @@ class NetworkLearner(Learner):
     # Updates of several batches
 
     def _accumulate(self, batch: Batch) -> None:
-        graph, parts = self._graph, self._graph.parts()
+        graph = self._graph
+        sets = graph.gradient_sets
         graph.set_step(self._step)
-        fetches = {**graph.train_fetches, "sets": parts.sets, "counts": parts.counts}
+        fetches = {**graph.train_fetches, "sets": sets.sets, "counts": sets.counts}
         feed = graph.feed(batch, True, self._step, self._step - self._first_step)
         fetched = graph.run(fetches, feed)
         self._add_scores(graph.training_names, fetched, batch, self._step)
@@ -286,10 +285,12 @@ class NetworkLearner(Learner):
 
     def _apply_total(self, total: _Sum) -> None:
         """Collective, if gradients are exchanged. The update of several batches."""
-        graph, points, parts = self._graph, self._graph.points, self._graph.parts()
+        graph = self._graph
+        points = graph.points
+        constraints = graph.gradient_sets.constraints
         if not self._is_exchanged:
             summed = total.combine(total.counts)
-            self._apply_reduced(summed if parts.constraints is None else host.add(summed, graph.run(parts.constraints, {})))
+            self._apply_reduced(summed if constraints is None else host.add(summed, graph.run(constraints, {})))
         elif points.totals is None or points.divides_afterwards:
             feed = {} if points.totals is None else {points.counts: total.counts}
             self._apply(feed | self._local(total.combine(numpy.ones_like(total.counts))), None)
@@ -300,14 +301,13 @@ class NetworkLearner(Learner):
 
     def _local(self, gradients: list[Any]) -> dict[Any, Any]:
         """What the session is fed for a rank's gradients before the exchange."""
-        return host.feed_of(self._graph.points.local, [self._scale_gradient(gradient) for gradient in gradients])
-
-    def _scale_gradient(self, gradient: Any) -> Any:
-        return gradient if self._check.scale is None else host.multiply(gradient, self._check.factor)
+        if self._check.scale is not None:
+            gradients = [host.multiply(gradient, self._check.factor) for gradient in gradients]
+        return host.feed_of(self._graph.points.local, gradients)
 
 
 class _Sum:
-    """The gradients of several batches in sets, as `_Parts` has them, and the counts of normalized losses."""
+    """The gradients of several batches in sets, as `GradientSets` has them, and the counts of normalized losses."""
 
     def __init__(self, sets: list[list[Any]], counts: Array) -> None:
         self.sets = sets
@@ -323,9 +323,6 @@ class _Sum:
         for gradients, count in zip(self.sets[1:], counts, strict=True):
             total = host.add(total, host.divide(gradients, max(float(count), TINY)))
         return total
-
-
-MAX_SKIPPED = "num_allowed_consec_invalid_gradient_steps"
 
 
 def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, options: BuildOptions) -> NetworkLearner:

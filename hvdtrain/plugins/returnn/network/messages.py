@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from itertools import product
@@ -53,13 +54,11 @@ def _config_error(error: Exception, printed: str, texts: Mapping[str, str], desc
 
 
 def _layer_in_traceback(error: Exception) -> str | None:
-    """The innermost layer that RETURNN was constructing."""
-    layer, traceback = None, error.__traceback__
-    while traceback is not None:
-        code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
-        if code.co_name in ("construct_layer", "_construct_layer", "add_layer") and isinstance(names.get("name"), str):
-            layer = names["name"]
-        traceback = traceback.tb_next
+    layer = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = frame.f_locals.get("name")
+        if frame.f_code.co_name in ("construct_layer", "_construct_layer", "add_layer") and isinstance(name, str):
+            layer = name
     return layer
 
 
@@ -77,8 +76,8 @@ def _options_of(layer: str, description: Mapping[str, Any]) -> Any:
 def _place(layer: str, texts: Mapping[str, str]) -> str:
     """' (config.py, line 12)' where a layer's name is written as a key of a dict, or else anywhere; '' if it is not found."""
     name = re.escape(layer.rpartition("/")[2].removeprefix("data:"))
-    definition, mention = rf"""["']{name}["']\s*:|\[["']{name}["']\]\s*=""", rf"""["']{name}["']"""
-    for pattern, (path, text) in product((definition, mention), texts.items()):
+    definition = rf"""["']{name}["']\s*:|\[["']{name}["']\]\s*="""
+    for pattern, (path, text) in product((definition, rf"""["']{name}["']"""), texts.items()):
         if match := re.search(pattern, text):
             return f" ({Path(path).name}, line {text[: match.start()].count(chr(10)) + 1})"
     return ""

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from hvdtrain.learner.contents import FileFormat
 from hvdtrain.learner.model_format import unreadable_error
 from hvdtrain.plugins.tensorflow.model_file import file_format
 
-INDEX, PROGRESS = ".index", ".progress"
+PROGRESS = ".progress"
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,7 @@ def prefix_of(file: Path) -> str:
 
 def _write_model(meta: Callable[[], bytes], path: Path, arrays: Mapping[str, Array], progress: Mapping[str, Any]) -> None:
     """Write a network's variables and the progress. The index is written to `path`, whose name ends with an additional suffix.
-
-    Args:
-        meta: returns the network's graph.
-
-    Raises: OSError, RuntimeError, if the disk is full.
-    """
+    Raises: OSError, RuntimeError, if the disk is full."""
     name = re.sub(r"\.index\.\w+$", "", path.name)
     folder = path.with_name(f"{name}.bundle{path.suffix}")  # recognized as unfinished by its suffix
     shutil.rmtree(folder, ignore_errors=True)
@@ -121,5 +116,4 @@ def network_format(meta: Callable[[], bytes]) -> FileFormat:
     Args:
         meta: returns the present network's graph.
     """
-    others = file_format("npz")
-    return FileFormat(partial(_write_model, meta), others.write, _read_model, others.read)
+    return replace(file_format("npz"), write_model=partial(_write_model, meta), read_model=_read_model)

@@ -21,7 +21,7 @@ def choose_device() -> None:
     """
     if OpMaker.with_cuda is not None:  # the config has chosen
         return
-    folder = headerless_cuda() if tf.config.get_visible_devices("GPU") else None
+    folder = _headerless_cuda() if tf.config.get_visible_devices("GPU") else None
     if folder is not None:
         log.warning(
             f"native operations of RETURNN: expected cuda_runtime.h in {folder}/include to compile them for the GPU, got none; "
@@ -30,7 +30,7 @@ def choose_device() -> None:
     OpMaker.with_cuda = bool(tf.config.get_visible_devices("GPU")) and folder is None and tf.test.is_built_with_cuda()
 
 
-def headerless_cuda() -> Path | None:
+def _headerless_cuda() -> Path | None:
     """The folder of CUDA that RETURNN would use, if it has no headers; None: it has, or there is none."""
     environment = CudaEnv.get_instance()
     if not environment.is_available() or environment.cuda_path is None:

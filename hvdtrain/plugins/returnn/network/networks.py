@@ -14,10 +14,10 @@ from returnn.util.basic import BackendEngine, BehaviorVersion
 
 from hvdtrain.plugins.returnn.network.descriptions import Description, Descriptions
 from hvdtrain.plugins.returnn.network.graph import GraphOptions, NetworkGraph
-from hvdtrain.plugins.returnn.network.source import NetworkSource
+from hvdtrain.plugins.returnn.networks import NetworkSource
 from hvdtrain.runtime import log
 
-OWN = ("use_horovod", "horovod_scale_lr", "accum_grad_multiple_step", "distributed_tf", "torch_distributed")
+HONOURED_HERE = ("use_horovod", "horovod_scale_lr", "accum_grad_multiple_step", "distributed_tf", "torch_distributed")
 """Keys that hvdtrain itself honours, and RETURNN's functions must not."""
 
 
@@ -52,7 +52,8 @@ class Networks:
         if epoch != self._epoch and not self._descriptions.are_equal:
             description = self._descriptions.of(epoch)
             if description.differs_from(self.graph.description) or self.config.is_true("reinit_network_each_epoch"):
-                old, self.graph = self.graph, self._build(description, epoch)
+                old = self.graph
+                self.graph = self._build(description, epoch)
                 copy_parameters(old, self.graph, description)
                 old.close()
         self._epoch = epoch
@@ -80,10 +81,10 @@ class Networks:
 
     def _build(self, description: Description, epoch: int) -> NetworkGraph:
         graph = NetworkGraph(self._options, description.layers, epoch)
-        if others := [name for name in graph.other_random if name not in self._warned_of]:
-            self._warned_of += others
+        if kinds := [name for name in graph.random_of_tensorflow if name not in self._warned_of]:
+            self._warned_of += kinds
             log.warning(
-                f"network: the random numbers of {', '.join(others)} start anew when a training is resumed within an epoch, and "
+                f"network: the random numbers of {', '.join(kinds)} start anew when a training is resumed within an epoch, and "
                 "are the same on all ranks: TensorFlow keeps their state (uniform and normal numbers have no such limit)"
             )
         return graph
@@ -109,9 +110,9 @@ def copy_parameters(old: NetworkGraph, new: NetworkGraph, description: Descripti
         new.network.set_params_by_serialized(
             values,
             session=new.session,
-            ignore_wrong_shape=description.allows_others,
+            ignore_wrong_shape=description.ignores_differences,
             copy_param_mode=description.copies,
-            ignore_non_existing=description.allows_others,
+            ignore_non_existing=description.ignores_differences,
         )
     new.set_step(old.step)
 
@@ -119,7 +120,7 @@ def copy_parameters(old: NetworkGraph, new: NetworkGraph, description: Descripti
 def returnn_config(source: NetworkSource) -> Config:
     """RETURNN's config, as its functions see it; it becomes the global one."""
     config = Config()
-    config.typed_dict = {name: value for name, value in source.values.items() if name not in OWN}
+    config.typed_dict = {name: value for name, value in source.values.items() if name not in HONOURED_HERE}
     set_global_config(config)
     if config.bool("nadam", False) and not config.typed_value("optimizer"):
         config.typed_dict["optimizer"] = {"class": "nadam"}  # for this key, RETURNN makes a class that needs an old Keras

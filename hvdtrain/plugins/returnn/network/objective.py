@@ -51,16 +51,17 @@ class Objective:
     def divided_by(self, totals: Any) -> Any:
         """The losses of the batch, the normalized ones divided by other counts; a tensor."""
         counts = {id(term): totals[number] for number, term in enumerate(self.normalized_terms)}
-        parts = [
+        terms = [
             term.value / tf.cast(tf.maximum(counts[id(term)], TINY), term.value.dtype) if term.is_normalized else term.value
             for term in self.terms
         ]
-        return tf.add_n([tf.cast(part, parts[0].dtype) for part in parts])
+        return tf.add_n([tf.cast(term, terms[0].dtype) for term in terms])
 
 
 def objective_of(network: Any) -> Objective:
-    """The objective of a TFNetwork."""
-    whole, losses, constraints = network.get_objective(), network.get_total_loss(), network.get_total_constraints()
+    whole = network.get_objective()
+    losses = network.get_total_loss()
+    constraints = network.get_total_constraints()
     terms = tuple(_term(holder) for holder in network.losses_dict.values() if holder.get_loss_value_for_objective() is not None)
     if not tf.is_tensor(constraints):
         return Objective(whole, losses, None, terms)
@@ -79,7 +80,7 @@ def _summands(tensor: Any) -> list[Any]:
     """The tensors whose sum a tensor is, without constants."""
     if tensor.op.type not in ("Add", "AddV2"):
         return [] if tensor.op.type == "Const" else [tensor]
-    return [summand for part in tensor.op.inputs for summand in _summands(part)]
+    return [summand for input_tensor in tensor.op.inputs for summand in _summands(input_tensor)]
 
 
 def _term(holder: Any) -> Term:
@@ -92,14 +93,15 @@ def _term(holder: Any) -> Term:
 
 def depends_on_feed(tensor: Any) -> bool:
     """Whether a tensor of a graph depends on a placeholder."""
-    visited, left = set(), [tensor.op]
-    while left:
-        operation = left.pop()
+    visited = set()
+    pending = [tensor.op]
+    while pending:
+        operation = pending.pop()
         if operation in visited:
             continue
         visited.add(operation)
         if operation.type.startswith("Placeholder"):
             return True
-        left += [tensor_before.op for tensor_before in operation.inputs]
-        left += operation.control_inputs
+        pending += [tensor_before.op for tensor_before in operation.inputs]
+        pending += operation.control_inputs
     return False

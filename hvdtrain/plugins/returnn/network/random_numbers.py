@@ -40,21 +40,18 @@ class RandomNumbers:
     @contextmanager
     def replace(self) -> Iterator[None]:
         """Replace the random operations that are created inside the `with` block."""
-        originals = {name: getattr(gen_random_ops, name) for name in ("random_uniform", "random_standard_normal")}
-        originals |= {name: getattr(gen_random_ops, name) for name in ("truncated_normal", "random_uniform_int")}
-        floats = {
-            "random_uniform": stateless.stateless_random_uniform_v2,
-            "random_standard_normal": stateless.stateless_random_normal_v2,
-            "truncated_normal": stateless.stateless_truncated_normal_v2,
+        replacements = {
+            "random_uniform": self._floats(stateless.stateless_random_uniform_v2),
+            "random_standard_normal": self._floats(stateless.stateless_random_normal_v2),
+            "truncated_normal": self._floats(stateless.stateless_truncated_normal_v2),
+            "random_uniform_int": self._integers,
         }
-        for name, function in floats.items():
-            setattr(gen_random_ops, name, self._floats(function))
-        gen_random_ops.random_uniform_int = self._integers
+        originals = {name: getattr(gen_random_ops, name) for name in replacements}
+        vars(gen_random_ops).update(replacements)
         try:
             yield
         finally:
-            for name, original in originals.items():
-                setattr(gen_random_ops, name, original)
+            vars(gen_random_ops).update(originals)
 
     def initialize(self, session: Any) -> None:
         """Begin with the states that the operations would have in a new session."""
@@ -81,7 +78,7 @@ class RandomNumbers:
             with session.graph.as_default():
                 place = v1.placeholder(tf.int64, [])
                 assigned = [
-                    state.assign(tf.stack([place, *map(_constant, begin)])).op
+                    state.assign(tf.stack([place, *(tf.constant(word, tf.int64) for word in begin)])).op
                     for state, begin in zip(self.states, self._begins, strict=True)
                 ]
                 self._setting = place, tf.group(*assigned)
@@ -112,7 +109,7 @@ class RandomNumbers:
         return words[2:], words[:2]
 
 
-def kept_by_tensorflow(graph: Any) -> list[str]:
+def random_of_tensorflow(graph: Any) -> list[str]:
     """The types of a graph's random operations that were not replaced, such as RandomShuffle."""
     return sorted(name for name in {operation.type for operation in graph.get_operations()} if _draws(name))
 
@@ -123,10 +120,6 @@ def _draws(operation: str) -> bool:
     if definition is None or operation.startswith("Cudnn"):  # which have seeds for dropout, which RETURNN computes itself
         return False
     return definition.is_stateful and {"seed", "seed2"} <= {attribute.name for attribute in definition.attr}
-
-
-def _constant(value: int) -> Any:
-    return tf.constant(value, tf.int64)
 
 
 def position_of(seeds: Sequence[int]) -> int:

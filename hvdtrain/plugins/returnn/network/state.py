@@ -26,10 +26,8 @@ STEP = "global_step"
 
 
 class NetworkState(StateBase):
-    """The state of the present network and its updater."""
-
     def __init__(self, networks: Networks, check: GradientCheck | None) -> None:
-        super().__init__(network_format(lambda: networks.graph.meta()), None, check)
+        super().__init__(network_format(lambda: networks.graph.meta), None, check)
         self._networks = networks
 
     @property
@@ -52,7 +50,7 @@ class NetworkState(StateBase):
         return list(ours), list(values)
 
     def contents(self, progress: Mapping[str, Any], *, model_only: bool = False) -> CheckpointContents:
-        self._networks.graph.meta()  # here: another thread may write the contents
+        _ = self._networks.graph.meta  # here: another thread may write the contents
         return super().contents(progress, model_only=model_only)
 
     def reset_optimizer(self) -> None:
@@ -88,8 +86,7 @@ class NetworkState(StateBase):
         positions = arrays.pop(RANDOM, None)
         ours = set(graph.optimizer_variables)
         if ours != arrays.keys():
-            missing, unknown = sorted(ours - arrays.keys()), sorted(arrays.keys() - ours)
-            raise ValueError(f"missing {missing}, unknown {unknown}")
+            raise ValueError(f"missing {sorted(ours - arrays.keys())}, unknown {sorted(arrays.keys() - ours)}")
         graph.assign(arrays)
         if positions is not None:
             graph.set_random_positions(positions)

@@ -42,8 +42,7 @@ import numpy
 from hvdtrain.config.source import Source, load
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.hdf_tools.writer import HDFWriter
-from hvdtrain.plugins.returnn.imports import WatchedImports
-from hvdtrain.plugins.returnn.translate import translate
+from hvdtrain.plugins.returnn.translate import Watched
 from hvdtrain.settings import BOOLEAN_KEYS, all_keys, check
 
 STEPS, SEQUENCES_PER_STEP = 3, 2
@@ -176,12 +175,12 @@ def import_error(error: BaseException) -> ImportError | None:
     return error
 
 
-def loaded(file: Path, placeholders: Placeholders) -> tuple[Source, WatchedImports]:
+def loaded(file: Path, placeholders: Placeholders) -> tuple[Source, Watched]:
     """The config's values, with placeholders for what cannot be imported. Raises: ConfigError."""
     sys.meta_path.append(placeholders)
     types = {key.name: key.type for key in all_keys()}
     while True:
-        imports = WatchedImports()
+        imports = Watched()
         try:
             return load([file], {}, types, imports.builtins), imports
         except ConfigError as error:
@@ -332,7 +331,7 @@ def examine(file: Path, folder: Path, only_read: bool) -> Outcome:
     outcome.task = str(source.values.get("task", "train"))
     try:
         names = [key.name for key in all_keys()]
-        check(translate(source, imports, names, BOOLEAN_KEYS), names)
+        check(imports.translate(source, names, BOOLEAN_KEYS), names)
     except ConfigError as error:
         outcome.problems = list(map(str, error.problems))
     if only_read:

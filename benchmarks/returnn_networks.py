@@ -47,8 +47,7 @@ from returnn_configs import KINDS, Lengths, Placeholders, configs_in, examined, 
 from hvdtrain.config.source import Source
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.returnn.networks import our_name
-from hvdtrain.plugins.returnn.older_data import older_extern_data, with_entries
-from hvdtrain.plugins.returnn.translate import translate
+from hvdtrain.plugins.returnn.older import older_extern_data, with_entries
 from hvdtrain.settings import BOOLEAN_KEYS, all_keys, check
 
 STEPS, SEQUENCES_PER_STEP = 3, 2
@@ -176,7 +175,7 @@ def examine(file: Path, folder: Path, only_read: bool, more: list[str]) -> Outco
         return outcome
     try:
         names = [key.name for key in all_keys()]
-        check(translate(source, imports, names, BOOLEAN_KEYS), names)
+        check(imports.translate(source, names, BOOLEAN_KEYS), names)
     except ConfigError as error:
         outcome.problems = list(map(str, error.problems))
     if only_read:

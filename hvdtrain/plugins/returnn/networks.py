@@ -14,7 +14,7 @@ from hvdtrain.config.source import Source
 from hvdtrain.errors import problem
 from hvdtrain.plugins.returnn.imports import WatchedImports
 from hvdtrain.plugins.returnn.names import is_no_op
-from hvdtrain.plugins.returnn.older_data import older_extern_data, with_entries
+from hvdtrain.plugins.returnn.older import older_extern_data, with_entries
 
 BACKEND = "tensorflow-net-dict"
 """The value of `backend`, in RETURNN as here."""
@@ -28,9 +28,6 @@ OF_THE_ENGINE = {
 }
 """Keys that change what RETURNN's TensorFlow engine computes, or what earlier engines did, and that are refused, with what to do
 instead."""
-
-FOR_THE_NETWORK = ("dynamic_learning_rate",)
-"""Keys whose functions compute with tensors of the network's graph, so that RETURNN's updater calls them."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +75,7 @@ def with_network(source: Source, imports: WatchedImports) -> Source:
     for name, advice in OF_THE_ENGINE.items():
         if not is_no_op(name, seen.get(name)) and (name, seen[name]) != ("truncation", -1):
             problems += problem("unsupported", f"{name}: a key of RETURNN that is not supported, in {origins[name]} ({advice})")
-    for name in FOR_THE_NETWORK:
-        values.pop(name, None)
+    values.pop("dynamic_learning_rate", None)  # it computes with tensors of the network's graph: RETURNN's updater calls it
     origin = origins.get("network", origins.get("get_network", ""))
     keys = {"backend": BACKEND, "get_model": NetworkSource(seen, source.texts), "train_step": no_train_step}
     keys["optimizer"] = optimizer_of(seen)

@@ -29,8 +29,7 @@ from hvdtrain.data.types import Array
 from hvdtrain.errors import ConfigError, Problem, problem
 from hvdtrain.learner.torch.tensors import TorchData
 from hvdtrain.plugins.returnn.imports import WatchedImports, select_torch
-from hvdtrain.plugins.returnn.older_data import older_extern_data
-from hvdtrain.plugins.returnn.older_steps import with_older_arguments
+from hvdtrain.plugins.returnn.older import older_extern_data, with_older_arguments
 from hvdtrain.plugins.returnn.sizes import is_size, size_name
 
 Stage = Literal["train_step", "forward_step"]

@@ -15,9 +15,6 @@ from hvdtrain.learner.buckets import buckets
 from hvdtrain.learner.meter import TINY, NormalizedLosses
 from hvdtrain.learner.reducer import GradientExchange
 
-DENSE_BYTES = 1 << 20
-"""The default of `dense_bytes` of `GraphGradients`."""
-
 
 @lru_cache(maxsize=8)
 def scalar(value: float, dtype: tf.DType) -> tf.Tensor:
@@ -67,7 +64,7 @@ class GraphGradients:
     """
 
     def __init__(
-        self, variables: list[tf.Variable], exchange: GradientExchange, bucket_bytes: int, dense_bytes: int = DENSE_BYTES
+        self, variables: list[tf.Variable], exchange: GradientExchange, bucket_bytes: int, dense_bytes: int = 1 << 20
     ) -> None:
         self._variables = variables
         self._bucket_bytes = bucket_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -38,26 +37,6 @@ Mixed = tuple[tuple[str, ...], bool]
 """The names of the datasets of a mix, and whether the batches that it makes are joined to a row."""
 
 
-@dataclass(frozen=True)
-class ConfigFunctions:
-    """The config's functions. Attributes: forward_step: None if the config has none."""
-
-    train_step: Callable[..., None]
-    forward_step: Callable[..., None] | None
-
-
-@dataclass(frozen=True)
-class TracedGraph:
-    """A graph.
-
-    Attributes:
-        names: the losses that it computes, each with the scale it is minimized with, or 0.
-    """
-
-    function: Callable[..., Any]
-    names: dict[str, float]
-
-
 Reduced = tuple[list[Any], tf.Tensor, tf.Tensor]
 """The result of `train` and `send`: reduced gradients; their divisor if a normalized loss is the only loss; and a tensor
 of shape (3,): the seconds of waiting for other ranks, and the bytes sent in float32 and in other types."""
@@ -80,7 +59,8 @@ class StepGraphs:
     def __init__(
         self,
         variables: tensors.ModelVariables,
-        functions: ConfigFunctions,
+        train_step: Callable[..., None],
+        forward_step: Callable[..., None] | None,
         optimizer: Any,
         gradients: GraphGradients,
         gradient_exchange: GradientExchange,
@@ -90,13 +70,14 @@ class StepGraphs:
         self.optimizer = optimizer
         self._model_variables = variables
         self._variables = [tensors.tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
-        self._functions = functions
+        self._train_step = train_step
+        self._forward_step = forward_step
         self._gradients = gradients
         self._accumulated = AccumulatedGradients(gradients)
         self._gradient_exchange = gradient_exchange
         self._check = check
         self._exchange: Exchange | None = None
-        self._steps: dict[Any, TracedGraph] = {}
+        self._steps: dict[Any, tuple[dict[str, float], FlatCall]] = {}
         self._sends: dict[tuple[int, bool], Callable[..., Reduced]] = {}
         self._packed: frozenset[str] = frozenset()  # this and the next describe the batches of the graph that is traced last
         self._mix: Mixed = ((), False)
@@ -126,9 +107,8 @@ class StepGraphs:
             the reduced gradients.
         """
         inputs = tf.constant(seeds, tf.uint32), scalar(self._check.factor, tf.float32)
-        traced, arguments = self._graph(batch, self._train, epoch, step, *inputs)
-        numbers, reduced = traced.function(*arguments)
-        return traced.names, numbers, reduced
+        names, (numbers, reduced) = self._run(batch, self._train, epoch, step, *inputs)
+        return names, numbers, reduced
 
     def collect(
         self, batch: Batch, epoch: int, step: int, seeds: Any, before: Accumulated | None
@@ -139,10 +119,9 @@ class StepGraphs:
             before: the gradients accumulated since the last update.
         """
         inputs = tf.constant(seeds, tf.uint32), scalar(self._check.factor, tf.float32)
-        traced, arguments = self._graph(batch, self._collect, epoch, step, *inputs)
-        numbers, collected = traced.function(*arguments)
+        names, (numbers, collected) = self._run(batch, self._collect, epoch, step, *inputs)
         accumulated = collected if before is None else self._accumulated.add(before, collected, self.exchange)
-        return traced.names, numbers, accumulated
+        return names, numbers, accumulated
 
     def agree(self) -> None:
         """Collective. On a rank without a batch in the first step, learn from the others which tensors to exchange."""
@@ -163,18 +142,15 @@ class StepGraphs:
 
     def evaluate(self, batch: Batch, epoch: int, step: int) -> tuple[dict[str, float], tf.Tensor]:
         """The losses' names, sums and counts."""
-        traced, arguments = self._graph(batch, self._evaluate, epoch, step)
-        return traced.names, traced.function(*arguments)
+        return self._run(batch, self._evaluate, epoch, step)
 
     def observe(self, batch: Batch, epoch: int, step: int, seeds: Any) -> None:
         """Run train_step in training mode, for the statistics of BatchNorm layers. The layers' momentum is part of the graph."""
-        traced, arguments = self._graph(batch, self._observe, epoch, step, tf.constant(seeds, tf.uint32))
-        traced.function(*arguments)
+        self._run(batch, self._observe, epoch, step, tf.constant(seeds, tf.uint32))
 
     def forward(self, batch: Batch, epoch: int, step: int) -> dict[str, tuple[tf.Tensor, tf.Tensor | None]]:
         """The outputs by name: values of shape (batch, ...), and seq_lens of shape (batch,) if they were given."""
-        traced, arguments = self._graph(batch, self._forward, epoch, step)
-        outputs: dict[str, tuple[tf.Tensor, tf.Tensor | None]] = traced.function(*arguments)
+        outputs: dict[str, tuple[tf.Tensor, tf.Tensor | None]] = self._run(batch, self._forward, epoch, step)[1]
         return outputs
 
     def count(self, traffic: tf.Tensor) -> None:
@@ -184,10 +160,11 @@ class StepGraphs:
 
     # Tracing
 
-    def _graph(
+    def _run(
         self, batch: Batch, function: Callable[..., Any], epoch: int, step: int, *more: tf.Tensor
-    ) -> tuple[TracedGraph, list[Any]]:
-        """The graph that computes `function` for batches of this kind, and its arguments."""
+    ) -> tuple[dict[str, float], Any]:
+        """The losses that `function` computes for a batch, each with the scale it is minimized with, or 0; and what its graph for
+        batches of this kind returns."""
         data = {key: (tensors.tensor_of(padded.values), tf.constant(padded.seq_lens)) for key, padded in batch.data.items()}
         packed = frozenset(key for key, padded in batch.data.items() if isinstance(padded, Packed))
         kinds = tuple(
@@ -202,8 +179,7 @@ class StepGraphs:
         arguments = [data, scalar(epoch, tf.int64), tf.constant(step, tf.int64), *more]
         reduced = function == self._train and self.are_exchanged
         kind = function.__name__, reduced, kinds, mix
-        traced = self._steps.get(kind)
-        if traced is None:
+        if kind not in self._steps:
             names: dict[str, float] = {}
             self._packed = packed
             self._mix = mix
@@ -212,8 +188,9 @@ class StepGraphs:
                 data_specs[MIX] = tf.TensorSpec([None], tf.int64)
             specs = [data_specs, *(tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments[1:])]
             graph = tf.function(lambda *inputs: function(names, *inputs), autograph=False).get_concrete_function(*specs)
-            traced = self._steps[kind] = TracedGraph(FlatCall(graph), names)
-        return traced, arguments
+            self._steps[kind] = names, FlatCall(graph)
+        names, call = self._steps[kind]
+        return names, call(*arguments)
 
     def _scale_loss(self, total: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         """The scalar to differentiate: multiplied by the loss scale, and by the optimizer's scale if it has one."""
@@ -266,10 +243,10 @@ class StepGraphs:
         return tensors.numbers_of(self._losses(names, data, epoch, step, train=True))
 
     def _forward(self, names: dict[str, float], data: Any, epoch: tf.Tensor, step: tf.Tensor) -> Any:
-        if self._functions.forward_step is None:
+        if self._forward_step is None:
             raise ConfigError.of("missing", "forward_step: expected a function in the config, got nothing")
         with Running(RunContext(epoch, step, False)) as context:
-            self._functions.forward_step(model=self._model_variables.model, extern_data=self._extern_data(data))
+            self._forward_step(model=self._model_variables.model, extern_data=self._extern_data(data))
         meter.check_marked_outputs(context.outputs)
         return {name: (tf.convert_to_tensor(output.value), output.seq_lens) for name, output in context.outputs.items()}
 
@@ -278,7 +255,7 @@ class StepGraphs:
         self.traces += 1
         model = self._model_variables.model
         with Running(RunContext(epoch, step, train)) as context:  # epoch and step are tensors of the graph
-            self._functions.train_step(model=model, extern_data=self._extern_data(data))
+            self._train_step(model=model, extern_data=self._extern_data(data))
         meter.check_marked_losses(context.losses, lambda value: True)  # any value: TensorFlow converts numbers to tensors
         if more := len(tensors.variables_of(model).by_name) - len(self._model_variables.by_name):
             raise ConfigError.of(

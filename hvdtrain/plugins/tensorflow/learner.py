@@ -26,7 +26,7 @@ from hvdtrain.learner.precision import Dtype, GradientCheck, LossScale, Precisio
 from hvdtrain.learner.reducer import GradientExchange
 from hvdtrain.plugins.tensorflow import tensors
 from hvdtrain.plugins.tensorflow.gradients import Accumulated, GraphGradients, as_array
-from hvdtrain.plugins.tensorflow.graph import ConfigFunctions, StepGraphs
+from hvdtrain.plugins.tensorflow.graph import StepGraphs
 from hvdtrain.plugins.tensorflow.inspect import describe_layers, export_model
 from hvdtrain.plugins.tensorflow.optimizer import UpdateGraph, make_optimizer
 from hvdtrain.plugins.tensorflow.state import TensorFlowState, WeightAverage
@@ -278,7 +278,8 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
             f"{MAX_SKIPPED}: expected None with a LossScaleOptimizer, which skips updates itself, got {max_skipped}",
         )
     tf.random.set_seed(mix_seed(options.seed, options.rank, 0))  # for operations of tf.random, which keep their seed when traced
-    functions = ConfigFunctions(as_function(keys.train_step, "train_step"), as_function(keys.forward_step, "forward_step"))
+    train_step = as_function(keys.train_step, "train_step")
+    forward_step = as_function(keys.forward_step, "forward_step")
     trained = [tensors.tensorflow_variable(variable) for variable in variables.of_kind("parameters")]
     gradients = GraphGradients(trained, gradient_exchange, options.bucket_bytes(device_name() != "CPU"))
     check = GradientCheck(max_skipped, scale, same_on_all_ranks=lambda: gradient_exchange.reaches_all)
@@ -293,7 +294,7 @@ def build_learner(keys: LearnerKeys, gradient_exchange: GradientExchange, option
         peak_memory=peak_memory,
         gradient_norm=update.gradient_norm,
     )
-    graphs = StepGraphs(variables, functions, optimizer, gradients, gradient_exchange, check)
+    graphs = StepGraphs(variables, train_step, forward_step, optimizer, gradients, gradient_exchange, check)
     options.scoring.prepare(None)
     return TensorFlowLearner(variables, graphs, update, state, meter, (options.seed, options.rank))
 

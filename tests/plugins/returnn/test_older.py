@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.plugins.returnn.older_steps import with_older_arguments
+from hvdtrain.plugins.returnn.older import with_older_arguments
 from hvdtrain.run import train
 from hvdtrain.settings import read_settings
 

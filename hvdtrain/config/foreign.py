@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Collection, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
 from hvdtrain.config.plugins import Registry
 from hvdtrain.config.source import Source
 from hvdtrain.config.translation import Translation
-
-Value = TypeVar("Value")
 
 TRANSLATIONS: Registry[Translation] = Registry("translations")
 """By the name of the other program."""
 
 ALIASES: dict[str, str] = {name: key for each in TRANSLATIONS.values() for name, key in each.aliases.items()}
 """By another program's name of a key, hvdtrain's name."""
-
-
-def translate_names(values: Mapping[str, Value]) -> dict[str, Value]:
-    """Replace other programs' names of keys by hvdtrain's."""
-    return {ALIASES.get(name, name): value for name, value in values.items()}
 
 
 class Watches:

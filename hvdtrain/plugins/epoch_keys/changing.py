@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.comm.alike import check_alike
 from hvdtrain.comm.base import Communicator, together
-from hvdtrain.config.foreign import translate_names
+from hvdtrain.config.foreign import ALIASES
 from hvdtrain.config.overrides import OVERRIDING
 from hvdtrain.config.references import as_function
 from hvdtrain.config.value_text import value_text
@@ -142,7 +142,7 @@ class ChangingEpochs:
             where = f"{self._name}(epoch={epoch})"
 
             def work() -> tuple[Mapping[str, Any], Settings]:
-                keys = translate_names(self._keys_of(epoch))
+                keys = {ALIASES.get(name, name): value for name, value in self._keys_of(epoch).items()}
                 return keys, settings_of_epoch(self._settings, keys, where) if keys else self._settings
 
             keys, settings = together(self._comm, work, name="keys_of_epoch")

@@ -179,7 +179,7 @@ def run_config(arguments: list[str]) -> int:
     status = launcher.on_start()
     if status is not None:
         return status
-    here = os.getcwd()
+    folder = os.getcwd()
     try:
         paths, overrides = parse_command_line(without_options(arguments))
         for option, task in TASK_OPTIONS.items():
@@ -194,7 +194,7 @@ def run_config(arguments: list[str]) -> int:
                 print(print_config(settings, only_changed="--changed" in arguments))
             return 0
         for kind in launchers().values():
-            status = kind.start(settings, arguments, here)
+            status = kind.start(settings, arguments, folder)
             if status is not None:
                 return status
         if launcher.is_restart and (problems := settings.start.restart_problems()):

@@ -170,7 +170,7 @@ class Dataset(ABC):
         return []
 
 
-def _no_progress(what: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
+def _no_progress(name: str, total: int | None) -> AbstractContextManager[Callable[[int], None]]:
     return nullcontext(lambda number: None)
 
 

@@ -54,8 +54,8 @@ def feed_lines(feed: Feed, local_size: int = 1) -> list[Line]:
     for name, column in feed.dataset.lengths.items():
         empty = selected[column[selected] == 0]
         if len(empty):
-            some = f"the first is {feed.dataset.tags([int(empty[0])])[0]!r}; min_seq_length = 1 drops them"
-            lines.append((2, f"{feed.name}: {len(empty)} sequences have no frames in {name!r} ({some})"))
+            example = f"the first is {feed.dataset.tags([int(empty[0])])[0]!r}; min_seq_length = 1 drops them"
+            lines.append((2, f"{feed.name}: {len(empty)} sequences have no frames in {name!r} ({example})"))
     if len(selected) < len(used):
         lines.append(
             (2, f"{feed.name}: a full epoch loses {len(used) - len(selected)} of {len(used)} sequences, too short or too long")

@@ -276,9 +276,9 @@ class Feed:
             except BrokenSequence as error:
                 good[position] = False
                 broken.append((sequence, str(error)))
-        some = indices[good]
+        readable = indices[good]
         left_out = self.sequences_among(indices[~good])
-        batch = check(read(good), some) if len(some) else Batch({}, self.sequences_of(some))
+        batch = check(read(good), readable) if len(readable) else Batch({}, self.sequences_of(readable))
         return replace(batch, broken=broken, left_out=left_out)
 
 

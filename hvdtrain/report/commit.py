@@ -31,8 +31,8 @@ def _head(repository: Path) -> str:
         return head
     name = head.removeprefix("ref: ")
     common = repository / "commondir"  # a worktree has branches in common with the others
-    whole = repository / common.read_text(encoding="utf-8").strip() if common.exists() else repository
-    if (whole / name).exists():
-        return (whole / name).read_text(encoding="utf-8").strip()
-    packed = re.search(rf"^([0-9a-f]+) {re.escape(name)}$", (whole / "packed-refs").read_text(encoding="utf-8"), re.MULTILINE)
+    main = repository / common.read_text(encoding="utf-8").strip() if common.exists() else repository
+    if (main / name).exists():
+        return (main / name).read_text(encoding="utf-8").strip()
+    packed = re.search(rf"^([0-9a-f]+) {re.escape(name)}$", (main / "packed-refs").read_text(encoding="utf-8"), re.MULTILINE)
     return packed[1] if packed is not None else ""

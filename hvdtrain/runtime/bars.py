@@ -17,7 +17,7 @@ class StepsSoFar(NamedTuple):
     """How far an epoch's training or an evaluation is.
 
     Attributes:
-        what: it is, in short.
+        name: of the epoch or the evaluation, in short.
         before: the number of steps that were done before it was resumed.
         number: the number of steps that are done.
         total: the number of all steps.
@@ -25,7 +25,7 @@ class StepsSoFar(NamedTuple):
         seconds: since it began or was resumed.
     """
 
-    what: str
+    name: str
     before: int
     number: int
     total: int
@@ -47,7 +47,7 @@ class Bars:
     """What is drawn; this one draws nothing."""
 
     @contextmanager
-    def count(self, what: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
+    def count(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
         """Inside the `with` block, show a count; yields a function to call with the number of new ones.
 
         Args:

@@ -106,8 +106,8 @@ class _Span(AbstractContextManager[None]):
             self._ranges.pop().__exit__(*error)
 
 
-def _added(some: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    return {name: some.get(name, 0.0) + more.get(name, 0.0) for name in {**some, **more}}
+def _added(seconds: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {name: seconds.get(name, 0.0) + more.get(name, 0.0) for name in {**seconds, **more}}
 
 
 class CpuClock(AbstractContextManager[None]):
@@ -142,8 +142,8 @@ def clock_text(seconds: float) -> str:
     >>> clock_text(1738.4)
     '0:28:58'
     """
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    whole_seconds = int(seconds)
+    return f"{whole_seconds // 3600}:{whole_seconds // 60 % 60:02d}:{whole_seconds % 60:02d}"
 
 
 def duration_text(seconds: float) -> str:

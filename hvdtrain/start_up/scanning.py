@@ -38,7 +38,7 @@ def _beat(watchdog: Watchdog | None) -> None:
 
 
 @contextmanager
-def _progress(has_bar: bool, beat: Callable[[], None], what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def _progress(has_bar: bool, beat: Callable[[], None], name: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show progress while a dataset is read; yield a function to call with the number of items read since the last call."""
     began = time.monotonic()
     is_logged = False
@@ -49,7 +49,7 @@ def _progress(has_bar: bool, beat: Callable[[], None], what: str, total: int | N
             beat()
             if not is_logged and time.monotonic() - began > WORTH_A_LINE:
                 is_logged = True
-                log.info(f"{what}: all of it is read once ...")
+                log.info(f"{name}: all of it is read once ...")
             count(number)
 
         yield advance

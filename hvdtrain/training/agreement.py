@@ -79,10 +79,10 @@ def completed_share(
         done = numpy.asarray(sums)
 
     last = len(done) - 1
-    whole = float(done[-1])
+    total = float(done[-1])
 
     def share_done(position: int) -> float:
-        return done.item(position if position < last else last) / whole if whole else 0.0
+        return done.item(position if position < last else last) / total if total else 0.0
 
     return share_done
 

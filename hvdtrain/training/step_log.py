@@ -103,7 +103,7 @@ class _LoggedSteps:
     """The progress of an epoch's training or of an evaluation.
 
     Attributes:
-        what, short: what it is, for a line and for the bar.
+        name, short: the name of the epoch or the evaluation, for a line and for the bar.
         num_steps: the number of steps that remained when it began.
         elapsed: seconds spent on it before, if an interrupted epoch is resumed.
         listener: called after each line.
@@ -117,7 +117,7 @@ class _LoggedSteps:
             the bar was drawn.
     """
 
-    what: str = ""
+    name: str = ""
     short: str = ""
     num_steps: int = 0
     elapsed: float = 0.0
@@ -167,10 +167,10 @@ class StepLog:
             elapsed: seconds spent on it before, if an interrupted epoch is resumed.
             listener: called after each line, and once more by `finish`.
         """
-        what = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
+        name = f"train epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset!r} eval"
         short = f"epoch {epoch}" if dataset is None else f"epoch {epoch} {dataset}"
         now = time.perf_counter()
-        self._progress = _LoggedSteps(what, short, rounds, elapsed, listener, now)
+        self._progress = _LoggedSteps(name, short, rounds, elapsed, listener, now)
 
     def step(self, report: StepReport) -> None:
         """Count a step, and log it or draw the bar if that is due."""
@@ -197,7 +197,7 @@ class StepLog:
         per_step = (now - progress.began) / progress.done
         elapsed = clock_text(progress.elapsed + now - progress.began)
         more = [words for field in self._fields for words in field(report)]
-        parts = [f"{progress.what}, step {report.number}", progress.losses, *more, f"{per_step:.3f} sec/step"]
+        parts = [f"{progress.name}, step {report.number}", progress.losses, *more, f"{per_step:.3f} sec/step"]
         remaining = clock_text(per_step * (progress.num_steps - progress.done))
         line = f"{_join([*parts, f'elapsed {elapsed}'])}, exp. remaining {remaining}, complete {report.complete:.2%}"
         speed = None if record is None else (record.sequences_per_second, record.frames_per_second)

@@ -90,13 +90,13 @@ class Workers(Generic[Question]):
 
     def _fork(self, context: ForkContext, number: int, parent: int | None) -> None:
         """Start a process; it replaces the one with this number, if any."""
-        here, there = context.Pipe()
-        inherited = [*(pipe for worker, pipe in enumerate(self._pipes) if worker != number), here]
-        arguments = (self._work, there, inherited, parent)
+        own_end, other_end = context.Pipe()
+        inherited = [*(pipe for worker, pipe in enumerate(self._pipes) if worker != number), own_end]
+        arguments = (self._work, other_end, inherited, parent)
         process = context.Process(target=_answer, args=arguments, name=f"map-worker-{number}", daemon=True)
         process.start()
-        there.close()
-        self._pipes[number : number + 1] = [here]
+        other_end.close()
+        self._pipes[number : number + 1] = [own_end]
         self._processes[number : number + 1] = [process]
 
     def _failure_to_begin(self, number: int) -> str | None:

@@ -164,7 +164,7 @@ def _is_stored(dataset: h5py.Dataset, size: int) -> bool:
         return False
     if number <= MANY_CHUNKS:
         return bool(dataset.id.get_num_chunks() == number)
-    for number_of_chunk in {number * some // (SOME_CHUNKS - 1) - (some == SOME_CHUNKS - 1) for some in range(SOME_CHUNKS)}:
+    for number_of_chunk in {number * sample // (SOME_CHUNKS - 1) - (sample == SOME_CHUNKS - 1) for sample in range(SOME_CHUNKS)}:
         where = numpy.unravel_index(number_of_chunk, claimed)
         try:
             dataset.id.read_direct_chunk(tuple(int(index) * chunk for index, chunk in zip(where, chunks, strict=True)))

@@ -72,9 +72,9 @@ def _caps(lengths: Mapping[str, Array], indices: Array, limits: Limits) -> Array
     """
     caps = numpy.full(len(indices), limits.max_seqs or NO_LIMIT, dtype=numpy.int64)
     for column, limit in _columns(lengths, indices, limits.batch_size):
-        here = numpy.full(len(indices), NO_LIMIT, dtype=numpy.int64)  # for sequences without frames
-        numpy.floor_divide(limit, column, out=here, where=column > 0)
-        numpy.minimum(caps, here, out=caps)
+        bounds = numpy.full(len(indices), NO_LIMIT, dtype=numpy.int64)  # for sequences without frames
+        numpy.floor_divide(limit, column, out=bounds, where=column > 0)
+        numpy.minimum(caps, bounds, out=caps)
     return caps
 
 

@@ -141,8 +141,8 @@ def laplace(lengths: Array, indices: Array, bins: int) -> Array:
     cuts = _bin_cuts(len(lengths), bins)
     for i in range(bins):
         bin_indices = indices[cuts[i] : cuts[i + 1]]  # a view, which is sorted in place
-        here = lengths[bin_indices]
-        bin_indices[:] = bin_indices[numpy.argsort(here if i % 2 == 0 else ~here, kind="stable")]
+        bin_lengths = lengths[bin_indices]
+        bin_indices[:] = bin_indices[numpy.argsort(bin_lengths if i % 2 == 0 else ~bin_lengths, kind="stable")]
     return indices
 
 

@@ -72,8 +72,8 @@ class AsyncCopy:
     """An asynchronous copy of a tensor to host memory, which starts once the tensor is computed; the host does not wait."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        here = values.detach()
-        self._values = here if here.is_cpu else here.to("cpu", non_blocking=True)  # pinned memory
+        detached = values.detach()
+        self._values = detached if detached.is_cpu else detached.to("cpu", non_blocking=True)  # pinned memory
         self._copied: torch.cuda.Event | None = None
         if values.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -81,11 +81,12 @@ class SeveralOptimizers:
             groups = [next(stored_groups) for _ in member.param_groups]
             prefix = f"{member_number}."
             texts = [name for name in stored["state"] if isinstance(name, str) and name.startswith(prefix)]
-            whole = {name.removeprefix(prefix): stored["state"][name] for name in texts}
+            of_whole = {name.removeprefix(prefix): stored["state"][name] for name in texts}
             numbers = dict(zip(chain.from_iterable(group["params"] for group in groups), count(), strict=False))
             member.load_state_dict(
                 {
-                    "state": {numbers[number]: value for number, value in stored["state"].items() if number in numbers} | whole,
+                    "state": {numbers[number]: value for number, value in stored["state"].items() if number in numbers}
+                    | of_whole,
                     "param_groups": [{**group, "params": [numbers[number] for number in group["params"]]} for group in groups],
                 }
             )

@@ -271,8 +271,8 @@ class TorchState(StateBase):
 
     def _names_by_group(self) -> list[list[str]]:
         optimizer = self._optimizer
-        whole = optimizer.whole_groups if isinstance(optimizer, DividedOptimizer) else None
-        return names_by_group(self._model, whole or [group["params"] for group in optimizer.param_groups])
+        whole_groups = optimizer.whole_groups if isinstance(optimizer, DividedOptimizer) else None
+        return names_by_group(self._model, whole_groups or [group["params"] for group in optimizer.param_groups])
 
 
 def _copied(contents: CheckpointContents) -> CheckpointContents:

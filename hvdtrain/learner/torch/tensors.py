@@ -346,17 +346,17 @@ class CudaStaging:
         """Start the copy to the device. Where it does not fit beside the step that runs, the batch stays in pinned memory until
         its own step, which may be split.
         """
-        here = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
+        pinned = batch if isinstance(batch, PinnedBatch) else self.pin(batch)
         try:
             with torch.cuda.stream(self._stream):
-                tensors = {key: _send(data, self._device) for key, data in here.tensors.items()}
-                tree = sent(here.tree, self._device)
+                tensors = {key: _send(data, self._device) for key, data in pinned.tensors.items()}
+                tree = sent(pinned.tree, self._device)
                 copied = self._stream.record_event()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return here
-        return SentBatch(**{**_fields(here), "tree": tree}, tensors=tensors, copied=copied)
+            return pinned
+        return SentBatch(**{**_fields(pinned), "tree": tree}, tensors=tensors, copied=copied)
 
 
 def await_copy(batch: Batch | None) -> None:

@@ -52,8 +52,8 @@ def moved(tree: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=True)
-        there = leaf.to(device) if _has(leaf, "to") else None
-        return leaf if there is None else there
+        on_device = leaf.to(device) if _has(leaf, "to") else None
+        return leaf if on_device is None else on_device
 
     return change_leaves(tree, move)
 
@@ -64,8 +64,8 @@ def pinned(tree: Any) -> Any:
     def pin(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return pinned_copy(leaf) if leaf.device.type == "cpu" and leaf.layout == torch.strided else leaf
-        there = leaf.pin_memory() if _has(leaf, "pin_memory") else None
-        return leaf if there is None else there
+        pinned = leaf.pin_memory() if _has(leaf, "pin_memory") else None
+        return leaf if pinned is None else pinned
 
     return change_leaves(tree, pin)
 

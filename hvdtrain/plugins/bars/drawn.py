@@ -28,7 +28,7 @@ class DrawnSteps:
     def draw(self, steps: StepsSoFar, parts: Sequence[str]) -> None:
         form = self._terminal.bar_format(steps.share)
         if self._bar is None:
-            self._bar = self._terminal.bar(desc=steps.what, total=steps.total, initial=steps.before, unit="step", bar_format=form)
+            self._bar = self._terminal.bar(desc=steps.name, total=steps.total, initial=steps.before, unit="step", bar_format=form)
             self._bar.start_t -= steps.seconds  # the bar is created late, but its rate counts from the beginning
         self._bar.n = steps.number
         self._bar.bar_format = form
@@ -48,9 +48,9 @@ class DrawnBars(Bars):
     """tqdm's bars."""
 
     @contextmanager
-    def count(self, what: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
+    def count(self, name: str, total: int | None, unit: str) -> Iterator[Callable[[int], object]]:
         """On the terminal of stderr or stdout, if there is one."""
-        with self._bar(total=total, unit=unit, desc=what or None) as bar:
+        with self._bar(total=total, unit=unit, desc=name or None) as bar:
             yield (lambda number: None) if bar is None else bar.update
 
     @contextmanager

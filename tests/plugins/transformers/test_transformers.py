@@ -150,7 +150,7 @@ def metrics(prediction: Any) -> dict[str, float]:
     [
         ("gpt2", {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}),
         ("gpt2", {"label_smoothing_factor": 0.1}),
-        ("t5", {"optim": "sgd", "max_grad_norm": 0.0}),
+        ("t5", {"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.02}),
         ("bert", {"max_steps": 5, "lr_scheduler_type": "cosine"}),
         ("own", {"num_train_epochs": 1.5}),
         ("clip", {}),  # without labels

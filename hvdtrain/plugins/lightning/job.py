@@ -98,21 +98,6 @@ class Job(OtherTrainer):
         limit = values.get("gradient_clip")
         return (limit, "value") if norm is None and limit is not None else (norm, None)
 
-    def _log(self) -> Logged:
-        """What the module logs, from here on."""
-        validator = self.user.of_lightning("trainer.connectors.logger_connector.fx_validator")._FxValidator
-        monitors = [saver.monitor for saver in self.user.savers]
-        defaults = validator.check_logging_and_get_default_levels
-        logged = Logged(self.module, defaults, self.trainer.callback_metrics, monitors)
-
-        def log(*args: Any, **kwargs: Any) -> None:  # a function, which copies of the module share
-            logged.log(*args, **kwargs)
-
-        vars(self.module)["log"] = log
-        for callback in self.user.callbacks:
-            vars(callback).update(log=log, log_dict=self.module.log_dict)
-        return logged
-
     # The model and the optimizer
 
     def get_model(self, *, device: str, **_: Any) -> Any:
@@ -127,7 +112,17 @@ class Job(OtherTrainer):
                 "unsupported",
                 f"lightning_module: expected the class of a module with {CLIPPING} beside gradient_clip_val, got a function",
             )
-        self.logged = self._log()
+        validator = self.user.of_lightning("trainer.connectors.logger_connector.fx_validator")._FxValidator
+        monitors = [saver.monitor for saver in self.user.savers]
+        defaults = validator.check_logging_and_get_default_levels
+        logged = self.logged = Logged(module, defaults, self.trainer.callback_metrics, monitors)
+
+        def log(*args: Any, **kwargs: Any) -> None:  # a function, which copies of the module share
+            logged.log(*args, **kwargs)
+
+        vars(module)["log"] = log
+        for callback in self.user.callbacks:
+            vars(callback).update(log=log, log_dict=module.log_dict)
         self.hooks.note_modes()
         return module
 

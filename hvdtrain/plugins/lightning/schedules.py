@@ -33,7 +33,6 @@ class Schedules(GroupRates):
         self._user = user
         self._trainer = trainer
         self.members: list[Any] = []
-        self._is_manual = False
         self.configs: list[Any] = []
         self.loss: Any = None
         self.epoch = 0
@@ -48,15 +47,15 @@ class Schedules(GroupRates):
         """
         core = self._user.of_lightning("core.optimizer")
         optimizers, schedulers, monitor = ([], [], None) if configured is None else core._configure_optimizers(configured)
-        self._is_manual = not self._user.module.automatic_optimization
-        if len(optimizers) != 1 and not (optimizers and self._is_manual):
+        is_manual = not self._user.module.automatic_optimization
+        if len(optimizers) != 1 and not (optimizers and is_manual):
             raise ConfigError.of(
                 "unsupported", f"lightning_module: expected one optimizer from configure_optimizers, got {len(optimizers)}"
             )
         self.members = optimizers
         optimizer: Any = optimizers[0] if len(optimizers) == 1 else SeveralOptimizers(optimizers)
         self.take(optimizer, parameters)
-        if self._is_manual:  # the module takes all steps
+        if is_manual:  # the module takes all steps
             self.configs = core._configure_schedulers_manual_opt(schedulers)
         else:
             self.configs = core._configure_schedulers_automatic_opt(schedulers, monitor)
@@ -91,7 +90,7 @@ class Schedules(GroupRates):
 
     def step(self, interval: str, on_plateau: bool, number: int) -> None:
         """Let the schedulers of an interval set the rates. `number`: that of the batch or epoch, counted from 1."""
-        if self._is_manual:  # the module does
+        if not self._user.module.automatic_optimization:  # the module does
             return
         for config in self.configs:
             if (config.interval, config.reduce_on_plateau) != (interval, on_plateau) or number % config.frequency:

@@ -43,6 +43,7 @@ class UserObjects:
 
     def __init__(self, values: Mapping[str, Any], trainer: Any) -> None:
         self.values = values
+        self._callbacks_of_config = list(values.get("lightning_callbacks", []))
         self._trainer = trainer
 
     @cached_property
@@ -112,10 +113,6 @@ class UserObjects:
             if not any(issubclass(type(replacement), type(callback)) for replacement in of_module)
         ]
         return [callback for callback in [*of_config, *of_module] if is_called(callback)]
-
-    @property
-    def _callbacks_of_config(self) -> list[Any]:
-        return list(self.values.get("lightning_callbacks", []))
 
     @property
     def savers(self) -> list[Any]:

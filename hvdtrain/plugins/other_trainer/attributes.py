@@ -11,11 +11,7 @@ OWNED_BY_OTHERS = ("training", "_current_fx_name")
 
 
 class Attributes:
-    """What a training changes of them, so that a resumed one goes on with it. Lists and other objects are not kept.
-
-    Args:
-        objects: by name, as they are when the training begins.
-    """
+    """What a training changes of them after this is made, so that a resumed one goes on with it; not lists and other objects."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = objects

@@ -39,13 +39,9 @@ END = "end"
 
 
 class Sums:
-    """Sums over the ranks for the modules of a Brain.
+    """Sums over the ranks for the modules of a Brain."""
 
-    Attributes:
-        is_training: whether all ranks take their training steps; one that is tried before has its own statistics.
-    """
-
-    is_training = False
+    is_training = False  # whether all ranks take their training steps; one that is tried before has its own statistics
 
     def __init__(self) -> None:
         self._modules: list[Any] = []

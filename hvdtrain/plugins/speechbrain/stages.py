@@ -1,4 +1,4 @@
-"""The hooks of a Brain, called where SpeechBrain calls them."""
+"""The hooks of a Brain, called where SpeechBrain calls them, and its optimizers, whose rates the hooks set."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from speechbrain import Brain, Stage
 
 import hvdtrain
 from hvdtrain.errors import CheckpointError, ConfigError
-from hvdtrain.learner.torch.several_optimizers import AnyOptimizer
+from hvdtrain.learner.torch.several_optimizers import AnyOptimizer, SeveralOptimizers
 from hvdtrain.learner.torch.trees import without_numpy
+from hvdtrain.plugins.other_trainer.rates import GroupRates, parameters_of
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer, overridden
-from hvdtrain.plugins.speechbrain.optimizers import Optimizers
 from hvdtrain.plugins.speechbrain.states import (
     add_attributes,
     attributes_of,
@@ -228,3 +228,33 @@ class Stages(OtherTrainer):
             state["statistics"] = readable(without_numpy(self._statistics.collected(self.brain)))
             state["avg_train_loss"] = float(self.brain.avg_train_loss)
         return state
+
+
+class Optimizers(GroupRates):
+    """What `init_optimizers` makes. Raises: ConfigError, if it makes none."""
+
+    def __init__(self, brain: Any) -> None:
+        super().__init__()
+        self._brain = brain
+        brain.optimizers_dict = None
+        brain.init_optimizers()
+        self._by_name = brain.optimizers_dict or {"optimizer": getattr(brain, "optimizer", None)}
+        members = list(self._by_name.values())
+        if None in members:
+            raise ConfigError.of("unsupported", "brain: expected an optimizer from init_optimizers, got none")
+        if not hasattr(brain, "optimizer"):
+            brain.optimizer = members[0]
+        self.take(members[0] if len(members) == 1 else SeveralOptimizers(members), brain.modules.parameters())
+        if len(self.rates) > 1:
+            for member in members:
+                member.register_step_pre_hook(lambda *_: self.set_rates())
+
+    def change_gradients(self, clips: bool) -> None:
+        """Leave out those that are frozen, and clip the gradients of the first group of each of the others, as there."""
+        active = self._brain.freeze_optimizers(self._by_name)
+        for name, member in self._by_name.items():
+            if name not in active:
+                for parameter in parameters_of(member):
+                    parameter.grad = None
+            elif clips:
+                torch.nn.utils.clip_grad_norm_(member.param_groups[0]["params"], self._brain.max_grad_norm)

@@ -102,11 +102,8 @@ def _hook(brain: Any, action: Literal["save", "load"], name: str, recoverable: A
 def load_from(folder: Path, brain: Any) -> dict[str, Any]:
     """Load a Brain from a folder of the Checkpointer's, or from the newest of several in it: its modules, and its optimizer,
     schedulers and counters where they have a file. Returns the tensors by name, the epoch if there is a counter, the
-    steps, and the batches of the next epoch that are done: 0 at the end of an epoch, None if they are not known.
-
-    Raises:
-        CheckpointError: a module has no file, or a file is of another one.
-    """
+    steps, and the batches of the next epoch that are done: 0 at the end of an epoch, None if they are not known. Raises:
+    CheckpointError, if a module has no file, or a file is of another one."""
     inside = [path for path in folder.glob("CKPT+*") if path.is_dir()]
     folder = max(inside, key=lambda path: path.stat().st_mtime) if inside else folder
     modules = dict(brain.modules)

@@ -23,14 +23,10 @@ Parts = dict[str, Any]
 
 
 class Statistics:
-    """The statistics of a Brain in a stage: in its attributes and its hyperparameters, and in lists and dicts there.
-
-    Attributes:
-        resumed: what `collected` returned, with which the next stage that begins goes on.
-    """
+    """The statistics of a Brain in a stage: in its attributes and its hyperparameters, and in lists and dicts there."""
 
     def __init__(self) -> None:
-        self.resumed: list[dict[str, Parts]] = []
+        self.resumed: list[dict[str, Parts]] = []  # what `collected` returned, with which the next stage that begins goes on
         self._begun: dict[Any, Parts] = {}  # by statistic that was there before the stage, how much it had collected
         self._sums: dict[str, Any] = {}  # attributes that the hook at the beginning has set, and that may count batches
         self._has_warned = False

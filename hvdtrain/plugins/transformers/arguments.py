@@ -38,11 +38,8 @@ UPDATES_BETWEEN = 1e-6
 
 
 class Arguments:
-    """The arguments by name: those of a dict, a TrainingArguments or a Seq2SeqTrainingArguments, or else their defaults.
-
-    Raises:
-        ConfigError: with an argument that is unknown, or whose value hvdtrain cannot serve.
-    """
+    """The arguments by name: those of a dict, a TrainingArguments or a Seq2SeqTrainingArguments, or else their defaults. Raises:
+    ConfigError, with an argument that is unknown, or whose value hvdtrain cannot serve."""
 
     def __init__(self, value: Any) -> None:
         from transformers import Seq2SeqTrainingArguments

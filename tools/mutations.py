@@ -77,8 +77,8 @@ MUTATIONS = [
     Mutation(
         "laplace sorts all bins in ascending order",
         "data/plan/order.py",
-        "here if i % 2 == 0 else ~here",
-        "here",
+        "bin_lengths if i % 2 == 0 else ~bin_lengths",
+        "bin_lengths",
         ("tests/data/plan/test_order.py",),
     ),
     Mutation(

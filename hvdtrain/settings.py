@@ -18,7 +18,7 @@ from hvdtrain.config.children import is_reading_for_child
 from hvdtrain.config.foreign import ALIASES, Watches
 from hvdtrain.config.keys import Key, Section, Sections, declared_keys, spellings
 from hvdtrain.config.overrides import COMMAND_LINE
-from hvdtrain.config.plugins import Registry, with_implied_keys
+from hvdtrain.config.plugins import Registry, keys_with_others, with_implied_keys
 from hvdtrain.config.source import Config, Source, load
 from hvdtrain.config.value_text import as_text, value_text
 from hvdtrain.data.keys import DataKeys, DatasetSpec
@@ -230,8 +230,18 @@ def read_settings(configs: Sequence[Config], overrides: Mapping[str, Any], origi
     source = load(configs, overrides, types, watches.builtins, origin, names, seeded)
     source = replace(source, notes=(*source.notes, *notes))
     homes = {name: _from_home(source.values[name]) for name in OF_HOME if name in source.values}
-    source = with_implied_keys(replace(source, values=source.values | homes), keys, ALIASES)
+    source = replace(source, values=source.values | homes)
+    if keys_with_others(source.values):
+        _check_given(watches.translate(source, keys, BOOLEAN_KEYS))
+        source = with_implied_keys(source, ALIASES)
     return check(watches.translate(source, keys, BOOLEAN_KEYS), list(keys))
+
+
+def _check_given(source: Source) -> None:
+    """Before other keys follow from them: nothing is missing yet. Raises: ConfigError, if values are wrong."""
+    found = [each for kind in SECTIONS for each in build(kind, _with_placeholders(source.values), "", source.origins)[1]]
+    if wrong := [each for each in found if each.rule != "missing"]:
+        raise ConfigError(wrong)
 
 
 @contextmanager

@@ -44,13 +44,14 @@ def convert(value: Any, declared_key: Key) -> Any:
     return result
 
 
-def fits(value: Any, declared_key: Key) -> bool:
-    """Whether a value has the key's type and keeps its rule."""
+def may_take(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function of the config reads the argument `name`: one that has `**_` in place of it does not."""
     try:
-        convert(value, declared_key)
-    except Mismatch:
-        return False
-    return True
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    others = [one.name for one in parameters.values() if one.kind is one.VAR_KEYWORD]
+    return name in parameters or others not in ([], ["_"])
 
 
 def signature_error(function: Callable[..., Any], signature: str) -> str:

@@ -20,8 +20,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hvdtrain.config.absent import import_part
-from hvdtrain.config.convert import fits
-from hvdtrain.config.keys import Key, Section
+from hvdtrain.config.keys import Section
 from hvdtrain.config.source import Source
 from hvdtrain.errors import ConfigError
 
@@ -231,11 +230,10 @@ KeysOf = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 CONFIGS: Registry[KeysOf] = Registry("configs")
 
 
-def with_implied_keys(source: Source, keys: Mapping[str, Key], names: Mapping[str, str]) -> Source:
-    """The config with the keys that follow, by plug-ins, from those that it gives.
+def with_implied_keys(source: Source, names: Mapping[str, str]) -> Source:
+    """The config with the keys that follow, by plug-ins, from those that it gives, whose values have been checked.
 
     Args:
-        keys: by name, hvdtrain's; nothing follows from a wrong value, which is reported with the other mistakes.
         names: by another name of a key, its name.
 
     Raises:
@@ -243,9 +241,7 @@ def with_implied_keys(source: Source, keys: Mapping[str, Key], names: Mapping[st
     """
     values, origins = dict(source.values), dict(source.origins)
     keys_set = {names.get(name, name) for name, value in source.values.items() if value is not None}
-    for name in CONFIGS:
-        if source.values.get(name) in (None, "") or not fits(source.values[name], keys[name]):
-            continue
+    for name in keys_with_others(source.values):
         implied = CONFIGS[name](MappingProxyType(source.values))
         for key, value in implied.items():
             if key in keys_set:
@@ -257,6 +253,11 @@ def with_implied_keys(source: Source, keys: Mapping[str, Key], names: Mapping[st
             values[key] = value
             origins[key] = name
     return replace(source, values=values, origins=origins)
+
+
+def keys_with_others(values: Mapping[str, Any]) -> list[str]:
+    """The keys of a config from which others follow."""
+    return [name for name in CONFIGS if values.get(name) not in (None, "")]
 
 
 def _imported(name: str, reference: str) -> Any:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from hvdtrain.checkpoint.progress import Progress
-from hvdtrain.config.plugins import Registry
+from hvdtrain.config.convert import may_take
+from hvdtrain.config.plugins import CONFIGS, Registry
 from hvdtrain.config.references import as_function
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.reducers import scale_learning_rate
 from hvdtrain.learner.steps import StepsPerUpdate, steps_per_update
 from hvdtrain.runtime import log
@@ -58,13 +60,24 @@ def open_rates(settings: Settings, size: int, epochs: Epochs) -> Rates:
     """The learning rate of an epoch and of a step. A rate for one epoch only has the effect of an entry in `learning_rates`."""
     dynamic = as_function(settings.schedule.dynamic_learning_rate, "dynamic_learning_rate")
     rates = settings.schedule
+    of_dynamic = settings.origins.get("dynamic_learning_rate")
+    of_dynamic = of_dynamic if of_dynamic in CONFIGS else "dynamic_learning_rate"
     control = CONTROLS[rates.learning_rate_control](settings)
     factors = [factor for make in RATE_FACTORS.values() if (factor := make(settings)) is not None]
     changes_within = settings.evaluation.serves("learning_rate")
+    without_rate = dynamic is not None and not may_take(dynamic, "learning_rate")
+    if without_rate and (control is not None or rates.learning_rates is not None):
+        name = "learning_rate_control" if rates.learning_rates is None else "learning_rates"
+        log.warning(f"{name}: has no effect, as the rate is that of {of_dynamic}, which does not take learning_rate")
 
     def epoch_rate(epoch: int, progress: Progress) -> float:
         rate = epochs.keys(epoch).get("learning_rate")
         if rate is not None:
+            if without_rate:
+                raise ConfigError.of(
+                    "conflict",
+                    f"keys_of_epoch(epoch={epoch}): learning_rate: expected none, as {of_dynamic} does not take it, got {rate}",
+                )
             return float(rate)
         records: list[EpochRecord] = progress.records if changes_within else progress.history
         errors = negate_higher(records, settings.scoring.higher_is_better)

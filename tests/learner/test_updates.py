@@ -206,6 +206,26 @@ def test_a_function_may_change_the_reduced_gradients_before_they_are_clipped() -
     assert weights(change_gradients=change) != pytest.approx(weights())
 
 
+def test_rates_and_gradients_that_the_users_code_sets_are_refused() -> None:
+    learner = learner_of(lambda **_: Reused(False), only_squares)
+    for rate in (0.01, 0.02):
+        learner.backward(batch_of(FRAMES))
+        learner.update(rate)
+    learner.optimizer.param_groups[0]["lr"] = 0.5
+    learner.backward(batch_of(FRAMES))
+    with pytest.raises(ConfigError, match="optimizer: expected the learning rate 0.02 of the last update in its groups, got 0.5"):
+        learner.update(0.03)
+    learner.optimizer.load_state_dict(learner.optimizer.state_dict())
+    learner.update(0.03)
+
+    def own_backward(*, model: nn.Module, **given: Any) -> None:
+        sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+        only_squares(model=model, **given)
+
+    with pytest.raises(ConfigError, match="train_step: expected no gradients before those of the marked losses"):
+        learner_of(lambda **_: Reused(False), own_backward).backward(batch_of(FRAMES))
+
+
 def test_the_groups_of_a_functions_optimizer_keep_the_ratios_of_their_learning_rates() -> None:
     def made(*rates: float, **usual: float) -> list[float]:
         layers = [nn.Linear(1, 1) for _ in rates]

@@ -13,7 +13,7 @@ import torch
 from hvdtrain.context import Loss
 from hvdtrain.data.randomness import EVALUATION, StepSeeds, mix_seed
 from hvdtrain.data.types import Batch
-from hvdtrain.errors import first_few
+from hvdtrain.errors import ConfigError, first_few
 from hvdtrain.learner.attributes import kinds_of
 from hvdtrain.learner.base import Layer, Learner
 from hvdtrain.learner.marks import MarksOfSteps
@@ -68,6 +68,7 @@ class TorchLearner(Learner):
         self._device = functions.device
         self._begins_update = True  # whether the next step is the first of an update
         self._has_warned = False  # of an evaluation that changes the model
+        self._is_first = True  # whether no step was computed yet
         self._is_update_due = False  # whether the next update changes anything, as some rank has a batch for it
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -92,6 +93,8 @@ class TorchLearner(Learner):
                     self._splitter.run(batch, self._add_piece)
                 elif batch is not None:
                     losses = self._functions.losses(batch, self._epoch, self._step, train=True)
+                    if self._is_first:
+                        self._check_has_no_gradients()
                     marks = self._marks.marks_of(losses)
                     self._record(losses, batch, marks.scales)
                 if self._batch_norm is not None:
@@ -100,6 +103,16 @@ class TorchLearner(Learner):
                 if self._batch_norm is not None:
                     self._finish_batch_norms(self._batch_norm, batch, forward=False)
         self._step += 1
+
+    def _check_has_no_gradients(self) -> None:
+        """Before the first backward. Raises: ConfigError, if the config's functions have called it."""
+        self._is_first = False
+        if found := [name for name, parameter in named_trained(self.model).items() if parameter.grad is not None]:
+            raise ConfigError.of(
+                "wrong-result",
+                "train_step: expected no gradients before those of the marked losses, which hvdtrain computes, got one of "
+                f"{found[0]} (call no backward; torch.autograd.grad returns gradients without adding them up)",
+            )
 
     def _update(self, learning_rate: float) -> None:
         if self._is_update_due:

@@ -15,6 +15,7 @@ import torch
 
 from hvdtrain.data.randomness import noise_seeds
 from hvdtrain.data.types import Array
+from hvdtrain.errors import ConfigError
 from hvdtrain.learner.optimizer import UpdateGradients
 from hvdtrain.learner.precision import LARGEST, GradientCheck, LossScale
 from hvdtrain.learner.torch.assembly import DividedOptimizer, Optimizer
@@ -156,6 +157,7 @@ class Update:
             getattr(type(member), "zero_grad", None) is PLAIN_ZERO_GRAD for member in self._members
         )
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
+        self._rated: tuple[Any, Any] = None, None  # the first group and its rate, since the last update; a load makes new groups
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
 
     @property
@@ -199,7 +201,15 @@ class Update:
 
         Raises:
             TrainingError: too many consecutive updates were skipped; if the device decides, before this one.
+            ConfigError: something else has set the rate.
         """
+        first = self._optimizer.param_groups[0]
+        if first is self._rated[0] and first["lr"] not in (self._rated[1], learning_rate * self._multipliers[0]):
+            raise ConfigError.of(
+                "wrong-result",
+                f"optimizer: expected the learning rate {self._rated[1]:g} of the last update in its groups, got {first['lr']:g} "
+                "(set there, such as by a callback or a scheduler of PyTorch's, has no effect: dynamic_learning_rate returns it)",
+            )
         if all(parameter.grad is None for parameter in self._trained.values()):  # all ranks left out their batches (skip_broken)
             return
         if self._check.scale is not None:
@@ -220,6 +230,7 @@ class Update:
             if not self._has_applied:
                 check_plain(self._inner)
             self._has_applied = True
+            self._rated = first, first["lr"]
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:

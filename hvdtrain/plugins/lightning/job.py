@@ -30,11 +30,14 @@ from hvdtrain.plugins.lightning.metrics import is_metric
 from hvdtrain.plugins.lightning.schedules import Schedules, StepOnce
 from hvdtrain.plugins.lightning.trainer import Trainer
 from hvdtrain.plugins.lightning.user_objects import UserObjects, overrides
-from hvdtrain.plugins.other_trainer.attributes import Attributes
+from hvdtrain.plugins.other_trainer.attributes import Attributes, saved
 from hvdtrain.plugins.other_trainer.trainer import OtherTrainer
 from hvdtrain.runtime import log
 
 CLIPPING = "configure_gradient_clipping"
+DATA = ("datamodule", "items", "items inside")
+"""Objects with attributes that go on in a resumed training, but for lists, in which they may hold the data."""
+
 STEP_HOOKS = ("on_after_backward", "on_before_optimizer_step", CLIPPING)
 """Hooks that may change gradients and rates."""
 
@@ -77,12 +80,14 @@ class Job(OtherTrainer):
         self._is_idle = False  # in this step
         self._was_idle = False  # in this epoch
         self._updates = False
+        self._num_batches = 0  # of the update under way
         self._begins_update = True
         self._skips = False
         self._is_within_epoch = False
         self.manual: Manual | None = None
         self._has_loss = bool(values.get("early_stopping_measure") or self.user.savers)  # by which the best epoch is known
         self._attributes: Attributes | None = None  # of the objects, when the first epoch began
+        self._before_evaluation: Mapping[str, Any] = {}  # those that were changed then
         self._resumed: Any = None  # the modes, and the attributes of all ranks, that a resumed epoch begins with
 
     @property
@@ -136,7 +141,7 @@ class Job(OtherTrainer):
         return self.optimizer
 
     def rate(self, **_: Any) -> float:
-        self._updates = self.manual is None
+        self._updates = True
         return self.schedules.next_rate()
 
     # Steps
@@ -210,9 +215,10 @@ class Job(OtherTrainer):
 
     def on_step_end(self, training: Any) -> None:
         number = training.epoch_step
+        self._check_update(training.is_last_step)
         if self.manual is not None:
             self.manual.restore()
-        if self._updates:
+        if takes_step := self._updates and self.manual is None:
             self._begins_update = True
             self.trainer.global_step += 1
             self.schedules.step("step", False, number)
@@ -224,13 +230,23 @@ class Job(OtherTrainer):
         self._ended = None
         self._is_idle = False
         is_evaluated = self.extent.is_evaluated_after(number, lambda: self.loaders.limited("train"), training.step)
-        if self._updates:
+        if takes_step:
             self.schedules.after_evaluation = number
         if not (self.loaders.num_val and (is_evaluated or training.is_last_step)):
             self.schedules.step_evaluated()
         self._updates = False
         if is_evaluated:
             training.evaluate()
+
+    def _check_update(self, is_last_step: bool) -> None:
+        """Raises: ConfigError, if an update has another number of batches than the hooks, and a module's own updates, go by."""
+        self._num_batches += 1
+        if self._updates != (self._num_batches == self.accumulated) and not is_last_step:
+            raise ConfigError.of(
+                "conflict", "keys_of_epoch: accum_grad_multiple_step: expected none with lightning_module, got another number"
+            )
+        if self._updates:
+            self._num_batches = 0
 
     def change_gradients(self, **_: Any) -> None:
         if self._skips:
@@ -298,6 +314,7 @@ class Job(OtherTrainer):
         """Before the first batch of the first dataset, on every rank that has one."""
         if self.stage in ("validation", "test"):
             return
+        self._before_evaluation = self._changed()
         stage = self.stage = "test" if dataset == "eval" else "validation"
         self._batch_indices.clear()
         self.logged.begin_evaluation()
@@ -361,11 +378,11 @@ class Job(OtherTrainer):
         self._updates = False
         self._begins_update = True
         if self._attributes is None:
-            self._attributes = Attributes(self._objects())
+            self._attributes = Attributes(self._objects(), without_lists=DATA)
         if self._resumed is not None:
             modes, attributes = self._resumed
             self.hooks.load(modes)
-            self._attributes.load(attributes, hvdtrain.rank(), hvdtrain.size())
+            self._attributes.load(attributes, hvdtrain.rank(), hvdtrain.size(), self.module.device)
             self._resumed = None
         if self.manual is not None:
             self.manual.restore()
@@ -417,7 +434,7 @@ class Job(OtherTrainer):
         user = self.user
         items = self.loaders.items
         objects = {f"module {name}": module for name, module in user.module.named_modules() if not is_metric(module)}
-        objects |= {"datamodule": user.datamodule, "items": items, "items inside": getattr(items, "dataset", None)}
+        objects |= zip(DATA, (user.datamodule, items, getattr(items, "dataset", None)), strict=True)
         for number, callback in enumerate(user.callbacks):
             if not overrides("state_dict", callback):
                 objects[f"callback {number}"] = callback
@@ -443,6 +460,12 @@ class Job(OtherTrainer):
             self.schedules.note_rates()
         return contents
 
+    def _changed(self) -> Mapping[str, Any]:
+        """The attributes that a resumed training begins with: a stopped evaluation begins anew."""
+        if self.stage in ("validation", "test") or self._attributes is None:
+            return self._before_evaluation
+        return self._attributes.changed()
+
     def state(self) -> dict[str, Any]:
         """Collective. What a checkpoint keeps besides the model and the optimizer."""
         hooks = hook_state(self.user, self.trainer, {"state_dict": self.module.state_dict()})
@@ -452,7 +475,7 @@ class Job(OtherTrainer):
             "global_step": self.trainer.global_step,
             "is_within_epoch": self._is_within_epoch,
             "modes": self.hooks.state(),
-            "attributes": hvdtrain.all_gather({} if self._attributes is None else self._attributes.changed()),
+            "attributes": hvdtrain.all_gather(saved(self._changed())),
             "callback_metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
             "logged": self.logged.state(),
             "manual": [] if self.manual is None else self.manual.state(),

@@ -11,6 +11,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.lightning.arguments import Extent
 from hvdtrain.plugins.lightning.user_objects import UserObjects, overrides
 from hvdtrain.plugins.loaders.loader import is_loader, read_loader
+from hvdtrain.plugins.other_trainer.trainer import fixed_number
 
 
 class Loaders:
@@ -163,7 +164,7 @@ class LoaderOfRank:
 
 def accumulated(values: Mapping[str, Any]) -> int:
     """How many batches of a rank are in an update."""
-    return int(values.get("accum_grad_multiple_step") or 1)
+    return fixed_number("lightning_module", values, "accum_grad_multiple_step")
 
 
 def loader_index_of(dataset: str) -> int:

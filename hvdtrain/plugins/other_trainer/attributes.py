@@ -1,41 +1,79 @@
-"""Numbers and texts that the user's objects keep in attributes, such as a counter, or the decay of an average that falls."""
+"""What the user's objects keep in attributes: a counter, the decay of an average that falls, the losses of an epoch in a list."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-OWNED_BY_OTHERS = ("training", "_current_fx_name")
+OWNED_BY_OTHERS = frozenset(vars(torch.nn.Module())) | {"_current_fx_name"}
+
+ON_DEVICE = "on the device"
+"""Among the attributes of a checkpoint: the names of those with tensors that were not on the CPU."""
 
 
 class Attributes:
-    """What a training changes of them after this is made, so that a resumed one goes on with it; not lists and other objects."""
+    """What a training changes of them after this is made, for a resumed one to go on with: numbers, texts, and lists and dicts
+    of these and of tensors. Other objects are not kept.
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    Args:
+        objects: by name.
+        without_lists: those that may hold the data in lists.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], without_lists: Collection[str] = ()) -> None:
         self._objects = objects
+        self._without_lists = without_lists
         self._initial = self._values()
 
     def _values(self) -> dict[str, Any]:
+        """Copies of them."""
         return {
-            f"{owner}.{name}": value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+            f"{owner}.{name}": of_each(value, lambda tensor: tensor.detach().clone())
             for owner, user_object in self._objects.items()
             for name, value in vars(user_object).items()
-            if name not in OWNED_BY_OTHERS and is_plain(value)
+            if name not in OWNED_BY_OTHERS and (is_plain(value) or (owner not in self._without_lists and is_nested(value)))
         }
 
     def changed(self) -> dict[str, Any]:
         """Those that have other values than at the beginning, by name."""
         return {name: value for name, value in self._values().items() if not has_same(self._initial, name, value)}
 
-    def load(self, by_rank: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
-        """Set what `changed` returned on all ranks: on as many ranks, each its own, else what was alike on all of them."""
+    def load(self, by_rank: Sequence[Mapping[str, Any]], rank: int, size: int, device: torch.device) -> None:
+        """Set what `saved` made of all ranks' attributes: on as many ranks, each its own, else what was alike on all of them."""
         alike = {name: value for name, value in by_rank[0].items() if all(has_same(of_rank, name, value) for of_rank in by_rank)}
+        on_device = by_rank[0].get(ON_DEVICE, ())
         for name, value in (by_rank[rank] if len(by_rank) == size else alike).items():
             owner, _, attribute = name.rpartition(".")
-            if owner in self._objects:
-                vars(self._objects[owner])[attribute] = value
+            if owner not in self._objects:
+                continue
+            if name in on_device:
+                value = of_each(value, lambda tensor: tensor.to(device))
+            present = vars(self._objects[owner])
+            if isinstance(present.get(attribute), dict) and type(value) is dict:  # it may be a defaultdict
+                present[attribute].clear()
+                present[attribute].update(value)
+            else:
+                present[attribute] = value
+
+
+def saved(changed: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes for a checkpoint, with all tensors on the CPU."""
+    devices: dict[str, set[str]] = {name: set() for name in changed}
+    for name, value in changed.items():
+        of_each(value, lambda tensor, found=devices[name]: found.add(tensor.device.type))  # type: ignore[misc]
+    on_device = [name for name, found in devices.items() if found - {"cpu"}]
+    return {name: of_each(value, torch.Tensor.cpu) for name, value in changed.items()} | {ON_DEVICE: on_device}
+
+
+def of_each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The value with the results of a function in place of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: of_each(one, function) for key, one in value.items()}
+    return type(value)(of_each(one, function) for one in value) if isinstance(value, (list, tuple)) else value
 
 
 def is_plain(value: Any) -> bool:
@@ -44,4 +82,25 @@ def is_plain(value: Any) -> bool:
 
 
 def has_same(values: Mapping[str, Any], name: str, value: Any) -> bool:
-    return name in values and type(values[name]) is type(value) and bool(values[name] == value)
+    return name in values and is_same(values[name], value)
+
+
+def is_nested(value: Any) -> bool:
+    """Whether it is a list or a dict of plain values and of tensors."""
+    if isinstance(value, dict):
+        return all(type(key) in (int, str) for key in value) and is_nested(list(value.values()))
+    return type(value) in (list, tuple) and all(
+        is_plain(one) or type(one) is torch.Tensor or (isinstance(one, (dict, list, tuple)) and is_nested(one)) for one in value
+    )
+
+
+def is_same(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.device) == (other.dtype, other.device) and torch.equal(value, other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(is_same(one, other[key]) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(is_same, value, other))
+    return bool(value == other)

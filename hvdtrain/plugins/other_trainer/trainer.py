@@ -134,6 +134,14 @@ def refuse_keys(key: str, values: Mapping[str, Any], reasons: Mapping[str, str])
             raise ConfigError.of("conflict", f"{name}: expected none with {key}, got one ({reason})")
 
 
+def fixed_number(key: str, values: Mapping[str, Any], name: str) -> int:
+    """The value of `name`, for what follows from `key` before the first epoch. Raises: ConfigError, if a function returns it."""
+    try:
+        return int(values.get(name) or 1)
+    except (TypeError, ValueError):
+        raise ConfigError.of("conflict", f"{name}: expected a number with {key}, got {values[name]!r}") from None
+
+
 def overridden(kind: type, base: type, names: Iterable[str]) -> list[str]:
     """Those methods of a class that are not those of the class of the other trainer from which it is derived."""
     return [name for name in names if getattr(kind, name, None) is not getattr(base, name, None)]

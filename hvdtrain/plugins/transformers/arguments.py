@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.other_trainer.trainer import fixed_number
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -195,8 +196,10 @@ SERVED = frozenset(
 
 
 def items_in_update(keys: Mapping[str, Any], size: int) -> int:
-    in_batch = int(keys["max_seqs_total"]) if "max_seqs_total" in keys else int(keys["max_seqs"]) * size
-    return in_batch * int(keys["accum_grad_multiple_step"])
+    in_batch = (
+        fixed_number(KEY, keys, "max_seqs_total") if "max_seqs_total" in keys else fixed_number(KEY, keys, "max_seqs") * size
+    )
+    return in_batch * fixed_number(KEY, keys, "accum_grad_multiple_step")
 
 
 class Extent:
@@ -211,7 +214,7 @@ class Extent:
 
     def __init__(self, args: Arguments, keys: Mapping[str, Any], num_items: int, size: int, has_num_epochs: bool) -> None:
         self.num_items = num_items
-        self._accumulated = int(keys["accum_grad_multiple_step"])
+        self._accumulated = fixed_number(KEY, keys, "accum_grad_multiple_step")
         self.in_update = items_in_update(keys, size)
         self.of_epoch = math.ceil(num_items / self.in_update)
         epochs = keys["num_epochs"] if has_num_epochs else args.num_train_epochs

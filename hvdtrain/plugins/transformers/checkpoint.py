@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from hvdtrain.data.types import Array
 from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.plugins.other_trainer.trainer import fixed_number
 from hvdtrain.plugins.transformers.arguments import KEY, Arguments
 
 STATE = "trainer_state.json"
@@ -117,7 +118,7 @@ class CheckpointReader:
         """The finished epochs, and the batches that are done of the next one; and why these are not known."""
         step = int(state["global_step"])
         epoch = float(state["epoch"])
-        accumulated = int(self._keys["accum_grad_multiple_step"])
+        accumulated = fixed_number(KEY, self._keys, "accum_grad_multiple_step")
         finished = round(epoch) if abs(epoch - round(epoch)) < ROUNDED else int(epoch)
         whole_epochs = {"epoch": finished, "step": step * accumulated}
         if epoch - finished < ROUNDED or self._num_items is None:

@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from launching import TOY, hvdtrain, refused
 from trainings import Run, Trained, assert_same, trains
 
+import hvdtrain as hvdtrain_api
+from hvdtrain.config.convert import may_take
 from hvdtrain.errors import ConfigError
 from hvdtrain.plugins.epoch_keys.epoch_settings import settings_of_epoch
 from hvdtrain.settings import read_settings
@@ -124,3 +128,23 @@ def test_conflicts_and_other_datasets_are_problems(corpus: Path) -> None:
     assert (changed.batch.batch_size, changed.train.order.partition_epoch) == (7, 2)
     assert changed.evaluations[0] is base.evaluations[0]
     assert base.batch.batch_size is None
+
+
+def test_a_rate_that_no_function_takes_is_refused_or_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def rate(*, global_train_step: int, **_: Any) -> float:
+        return 0.1
+
+    keys = {
+        "train": [numpy.ones((3, 2), "float32")],
+        "get_model": lambda **_: torch.nn.Linear(2, 1),
+        "train_step": lambda *, model, extern_data, **_: hvdtrain_api.get_run_ctx().mark_as_loss(
+            model(extern_data["data"].raw_tensor).sum((1, 2)), "loss"
+        ),
+        **{"max_seqs": 1, "num_epochs": 1, "num_threads": 1, "learning_rate": 0.1, "dynamic_learning_rate": rate},
+    }
+    hvdtrain_api.train(keys, learning_rate_control="newbob", model=str(tmp_path / "told"))
+    assert "learning_rate_control: has no effect, as the rate is that of dynamic_learning_rate" in caplog.text
+    with pytest.raises(ConfigError, match="learning_rate: expected none, as dynamic_learning_rate does not take it, got 0.5"):
+        hvdtrain_api.train(keys, keys_of_epoch=lambda **_: {"learning_rate": 0.5}, model=str(tmp_path / "refused"))
+    assert may_take(lambda *, learning_rate, **_: 1, "learning_rate")
+    assert may_take(lambda **given: given["learning_rate"], "learning_rate")

@@ -1,6 +1,7 @@
 """What modules, datamodules and callbacks do in their hooks: the same as with Lightning's own Trainer."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,12 +209,25 @@ class Changes(Net):
         self.decay = 0.5
         self.running: Any = None
         self.read: list[float] = []
+        self.validated = 0
+        self.outputs: list[Any] = []
+        self.by_kind: dict[str, list[float]] = defaultdict(list)
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated += 1
+
+    def on_train_epoch_end(self) -> None:
+        self.decay += 1e-3 * float(torch.stack(self.outputs).mean() + sum(self.by_kind["odd"])) + 1e-2 * self.validated
+        self.outputs.clear()
+        self.by_kind.clear()
 
     def on_train_epoch_start(self) -> None:
         self.trainer.train_dataloader.dataset.factor = 1.0 + self.current_epoch
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
+        self.outputs.append(loss)
+        self.by_kind["odd" if batch_idx % 2 else "even"].append(float(loss.detach()))
         self.running = loss.detach() if self.running is None else 0.9 * self.running + 0.1 * loss.detach()
         self.decay = 1 - (1 - self.decay) * 0.9
         return loss * self.running * self.decay * self.trainer.callbacks[0].rate

@@ -376,6 +376,19 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, caplog: pytest.Log
             "torch_distributed.sharded: expected none with automatic_optimization = False",
         ),
         ({"num_val_loaders": 2}, "expected 2 from val_dataloader, got 1"),
+        (
+            {"lightning_trainer": object(), "num_val_loaders": "2", "max_seqs": "x"},
+            "^3 problems in the config:\n  max_seqs: .*\n  lightning_trainer: expected a dict.*\n  num_val_loaders: expected an",
+        ),
+        ({"accum_grad_multiple_step": lambda **_: 2}, "accum_grad_multiple_step: expected a number with lightning_module"),
+        (
+            {"keys_of_epoch": lambda **_: {"accum_grad_multiple_step": 2}},
+            "keys_of_epoch: accum_grad_multiple_step: expected none",
+        ),
+        (
+            {"keys_of_epoch": lambda **_: {"learning_rate": 0.1}},
+            "learning_rate: expected none, as lightning_module does not take",
+        ),
     ):
         with pytest.raises(ConfigError, match=expected):
             train({**boring, **more}, tmp_path / "more")

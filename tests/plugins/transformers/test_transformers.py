@@ -369,6 +369,14 @@ def test_what_has_no_counterpart_is_refused(arguments: dict[str, Any], expected:
         train({"transformers_trainer": {**values, **arguments}}, tmp_path / "model")
 
 
+def test_wrong_values_are_told_before_anything_follows_from_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^1 problem in the config:\n  transformers_trainer: expected a dict or None, got"):
+        train({"transformers_trainer": object()}, tmp_path / "model")
+    given = keys("bert", ARGUMENTS)
+    with pytest.raises(ConfigError, match="max_seqs: expected a number with transformers_trainer, got <function"):
+        train({**given, "max_seqs": lambda *, epoch, **_: epoch}, tmp_path / "model")
+
+
 def test_a_model_with_several_losses_is_refused(tmp_path: Path) -> None:
     model = transformers.BertForPreTraining(transformers.BertConfig(vocab_size=30, **SIZES))
     arguments = {"model": model, "data_collator": collate, "train_dataset": items_of("gpt2")}

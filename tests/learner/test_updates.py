@@ -213,7 +213,7 @@ def test_rates_and_gradients_that_the_users_code_sets_are_refused() -> None:
         learner.update(rate)
     learner.optimizer.param_groups[0]["lr"] = 0.5
     learner.backward(batch_of(FRAMES))
-    with pytest.raises(ConfigError, match="optimizer: expected the learning rate 0.02 of the last update in its groups, got 0.5"):
+    with pytest.raises(ConfigError, match="optimizer: expected the learning rate 0.02 of the last update in a group, got 0.5"):
         learner.update(0.03)
     learner.optimizer.load_state_dict(learner.optimizer.state_dict())
     learner.update(0.03)

@@ -5,7 +5,7 @@ On a GPU, the device decides whether an update is skipped because a gradient is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -157,7 +157,8 @@ class Update:
             getattr(type(member), "zero_grad", None) is PLAIN_ZERO_GRAD for member in self._members
         )
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
-        self._rated: tuple[Any, Any] = None, None  # the first group and its rate, since the last update; a load makes new groups
+        self._rated: Any = None  # the groups of the last update, of which a load makes others
+        self._rates: list[Any] = []  # their rates since then
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
 
     @property
@@ -203,20 +204,16 @@ class Update:
             TrainingError: too many consecutive updates were skipped; if the device decides, before this one.
             ConfigError: something else has set the rate.
         """
-        first = self._optimizer.param_groups[0]
-        if first is self._rated[0] and first["lr"] not in (self._rated[1], learning_rate * self._multipliers[0]):
-            raise ConfigError.of(
-                "wrong-result",
-                f"optimizer: expected the learning rate {self._rated[1]:g} of the last update in its groups, got {first['lr']:g} "
-                "(set there, such as by a callback or a scheduler of PyTorch's, has no effect: dynamic_learning_rate returns it)",
-            )
+        groups = self._optimizer.param_groups
+        if groups is self._rated:
+            self._check_rates(groups, learning_rate)
         if all(parameter.grad is None for parameter in self._trained.values()):  # all ranks left out their batches (skip_broken)
             return
         if self._check.scale is not None:
             torch._foreach_div_(self._gradients(), self.loss_factor)
         if not self._check.is_needed or self._decide_to_apply(step):
             self._change_gradients(step)
-            for group, multiplier in zip(self._optimizer.param_groups, self._multipliers, strict=True):
+            for group, multiplier in zip(groups, self._multipliers, strict=True):
                 group["lr"] = learning_rate * multiplier
             if self._seed is not None:
                 self._seed(step)
@@ -230,8 +227,19 @@ class Update:
             if not self._has_applied:
                 check_plain(self._inner)
             self._has_applied = True
-            self._rated = first, first["lr"]
+            self._rated = groups
+            self._rates = [group["lr"] for group in groups]
         self._drop_gradients()
+
+    def _check_rates(self, groups: Sequence[Mapping[str, Any]], learning_rate: float) -> None:
+        """Raises: ConfigError, if a group's rate is neither the last update's nor the next one's."""
+        for group, rate, multiplier in zip(groups, self._rates, self._multipliers, strict=True):
+            if group["lr"] not in (rate, learning_rate * multiplier):
+                raise ConfigError.of(
+                    "wrong-result",
+                    f"optimizer: expected the learning rate {rate:g} of the last update in a group, got {group['lr']:g} (set "
+                    "there, such as by a callback or a scheduler of PyTorch's, has no effect: dynamic_learning_rate returns it)",
+                )
 
     def _drop_gradients(self) -> None:
         if not self._drops_plainly:

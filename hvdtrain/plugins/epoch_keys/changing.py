@@ -31,6 +31,9 @@ from hvdtrain.start_up.epochs import BegunEpoch
 
 KEYS_OF_CONFIG = "the values of the config again"
 
+EVALUATIONS = "evaluations"
+"""Beside keys, what was warned of."""
+
 ORDER = frozenset(field.name for field in fields(OrderKeys))
 
 
@@ -114,6 +117,7 @@ class ChangingEpochs:
             for feed in feeds
             if feed.only is None and (value := self._replacing_value(feed, epoch_keys.keys)) is not None
         }
+        self._warn_of_evaluations([name for name in values if name != settings.train.name])
         self._close_replaced(values)
         copies = {name: self._copy(settings, specs[name]) for name in values if name not in self._opened}
 
@@ -163,6 +167,15 @@ class ChangingEpochs:
             if origin in OVERRIDING and not same_data(keys[name], value):
                 self._warned.add(name)
                 log.warning(f"{where}: {name} = {value_text(keys[name])} holds in its epochs, not {origin}'s {value_text(value)}")
+
+    def _warn_of_evaluations(self, replaced: Sequence[str]) -> None:
+        """Warn once that the scores of these datasets are not those of the same data in all epochs."""
+        if replaced and EVALUATIONS not in self._warned:
+            self._warned.add(EVALUATIONS)
+            log.warning(
+                f"{self._name}: {', '.join(replaced)} has other data than in other epochs, so that scores do not compare: the "
+                "best epoch, averages of checkpoints, rates and ends that go by them are chosen from scores of different data"
+            )
 
     def _replacing_value(self, feed: Feed, keys: Mapping[str, Any]) -> Any:
         """The value of a dataset's key in an epoch, if it is other data than the config's."""

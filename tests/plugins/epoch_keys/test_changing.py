@@ -58,6 +58,7 @@ def test_an_epoch_is_that_of_a_config_with_its_keys(trained: Trained) -> None:
     assert [line["learning_rate"] for line in whole] == [0.01, 0.005, 0.005, 0.005]
     assert "epoch 2: max_seqs = 6, learning_rate = 0.005, train = {" in made.out("whole")
     assert made.out("whole").count("max_seqs = 6 holds in its epochs, not the command line's 4") == 1
+    assert made.out("whole").count("keys_of_epoch: dev has other data than in other epochs") == 1
 
 
 def test_a_stop_within_an_epoch_changes_no_bit(trained: Trained) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+import numpy
+
 from hvdtrain.checkpoint.progress import Progress
 from hvdtrain.comm.base import Communicator
 from hvdtrain.config.plugins import Registry
@@ -18,7 +20,7 @@ from hvdtrain.data.keys import DatasetSpec
 from hvdtrain.data.opening import OpeningContext, open_dataset
 from hvdtrain.data.plan.batch_keys import COST, LIMITS_OF_LENGTHS, LIMITS_OF_SIZES
 from hvdtrain.data.plan.chunks import CHUNKERS
-from hvdtrain.data.plan.selection import find_listed
+from hvdtrain.data.plan.selection import find_listed, select_by_length
 from hvdtrain.data.remote import COPIERS, is_remote
 from hvdtrain.data.types import Stream
 from hvdtrain.data.views import OneAtATime
@@ -116,8 +118,21 @@ def open_feeds(
             raise DataError(
                 f"{feed.name}: expected the data keys of train ({', '.join(streams)}), got none called {', '.join(missing)}"
             )
+        _check_some_fit(feed)
     check_limits(settings, streams)
     return feeds
+
+
+def _check_some_fit(feed: Feed) -> None:
+    """Refuse limits that leave out all of a dataset, before an epoch is trained. Raises: DataError."""
+    lengths = feed.dataset.lengths
+    indices = numpy.arange(feed.dataset.num_sequences) if feed.subset is None else feed.subset
+    fitting = select_by_length(lengths, indices, feed.batch_keys.min_seq_length, feed.batch_keys.max_seq_length)
+    if len(indices) and not len(fitting) and feed.dataset.at_epoch(2).lengths is lengths:
+        limits = "min_seq_length and max_seq_length"
+        raise DataError(
+            f"{feed.name}: expected one of its {len(indices)} sequences to be left at least, got none that {limits} allow"
+        )
 
 
 def check_limits(settings: Settings, streams: Mapping[str, Stream]) -> None:

@@ -71,6 +71,12 @@ def test_sequences_without_frames_are_reported_and_may_be_dropped(tmp_path: Path
     assert feed.plan(1).order.tolist() == [0]
 
 
+def test_an_evaluation_of_which_limits_leave_nothing_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.hdf")
+    with pytest.raises(DataError, match="dev: expected one of its 2 sequences to be left at least, got none that min_seq_length"):
+        feeds(tmp_path, f"train = dev = '{path}'\nmin_seq_length = 99")
+
+
 def test_tags_that_stand_twice_where_they_join(tmp_path: Path) -> None:
     one = write(tmp_path / "one.hdf")
     two = write(tmp_path / "two.hdf", put("seqTags", numpy.array([b"second", b"second"])))

@@ -72,6 +72,7 @@ FLAWS = {
     "state": r"network: expected layers that begin anew with every batch, got initial_state = 'keep_over_epoch'",
     "axis": r"extern_data.classes: expected one value for each sequence, .* got sequences of up to \d+ frames",
     "key": r"network: expected the data key 'phones', which its layers use, got the keys data, classes",
+    "optimizer": r"optimizer: expected one that RETURNN can build, got .*'SGD'.* \(RETURNN cannot use today's classes of Keras",
 }
 """A mistake in the network, and what the program says."""
 
@@ -153,7 +154,8 @@ def jobs(corpus: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest
     for program, data in (("returnn", {"forward_batch_size": "100000"}), ("hvdtrain", {})):
         given = {**forward, **data, "output_file": str(folder / program / "encoder.hdf")}
         wanted.append(job(program, "attention", given, "forward"))
-    wanted += [job("hvdtrain", f"flaw.{flaw}", {"flaw": flaw, "layers": "plain"}) for flaw in FLAWS]
+    optimizers = {"optimizer": {"optimizer": "{'class': 'sgd'}"}}
+    wanted += [job("hvdtrain", f"flaw.{flaw}", {"flaw": flaw, "layers": "plain", **optimizers.get(flaw, {})}) for flaw in FLAWS]
     (folder / "jobs.json").write_text(json.dumps(wanted))
     command = [sys.executable, str(ROOT / "tests" / "toy" / "network_jobs.py"), str(folder / "jobs.json")]
     subprocess.run(command, env=clean_environment() | {"OMP_NUM_THREADS": "1"}, cwd=ROOT, check=True, timeout=900)

@@ -45,6 +45,13 @@ def _config_error(error: Exception, printed: str, texts: Mapping[str, str], desc
     layer = getattr(error, "layer_name", None) or (match.group(1) if match else None) or _layer_in_traceback(error)
     reason = " ".join(str(error).split()) or "an assertion failed"
     kind = type(error).__name__
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if layer is None and any(Path(code.co_filename).name == "updater.py" and "optimizer" in code.co_name for code in frames):
+        return ConfigError.of(
+            "wrong-result",
+            f"optimizer: expected one that RETURNN can build, got {kind}: {reason} (RETURNN cannot use today's classes of Keras, "
+            "such as sgd and adamw; adam, nadam, momentum, rmsprop and gradientdescent are TensorFlow's or its own)",
+        )
     where = "network" if layer is None else f"network: layer {layer!r}"
     if layer is not None:
         options = _options_of(layer, description)

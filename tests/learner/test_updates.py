@@ -217,13 +217,29 @@ def test_rates_and_gradients_that_the_users_code_sets_are_refused() -> None:
         learner.update(0.03)
     learner.optimizer.load_state_dict(learner.optimizer.state_dict())
     learner.update(0.03)
+    several = [{"class": "sgd", "parameters": "first.*"}, {"class": "sgd", "momentum": 0.9}]
+    learner = learner_of(lambda **_: Reused(False), only_squares, optimizer=several)
+    learner.backward(batch_of(FRAMES))
+    learner.update(0.01)
+    learner.optimizer.param_groups[1]["lr"] = 0.5
+    learner.backward(batch_of(FRAMES))
+    with pytest.raises(ConfigError, match="optimizer: expected the learning rate 0.01 of the last update in a group, got 0.5"):
+        learner.update(0.01)
 
     def own_backward(*, model: nn.Module, **given: Any) -> None:
         sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
         only_squares(model=model, **given)
 
-    with pytest.raises(ConfigError, match="train_step: expected no gradients before those of the marked losses"):
-        learner_of(lambda **_: Reused(False), own_backward).backward(batch_of(FRAMES))
+    for splits in (False, True):
+        learner = learner_of(lambda **_: Reused(False), own_backward, split_on_oom=splits)
+        with pytest.raises(ConfigError, match="train_step: expected no gradients before those of the marked losses"):
+            learner.backward(batch_of(FRAMES))
+
+    def zeros(*, model: nn.Module, **given: Any) -> None:
+        own_backward(model=model, **given)
+        model.zero_grad(set_to_none=False)
+
+    learner_of(lambda **_: Reused(False), zeros).backward(batch_of(FRAMES))
 
 
 def test_the_groups_of_a_functions_optimizer_keep_the_ratios_of_their_learning_rates() -> None:

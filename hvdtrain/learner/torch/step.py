@@ -107,7 +107,8 @@ class TorchLearner(Learner):
     def _check_has_no_gradients(self) -> None:
         """Before the first backward. Raises: ConfigError, if the config's functions have called it."""
         self._is_first = False
-        if found := [name for name, parameter in named_trained(self.model).items() if parameter.grad is not None]:
+        gradients = {name: parameter.grad for name, parameter in named_trained(self.model).items() if parameter.grad is not None}
+        if found := [name for name, gradient in gradients.items() if gradient.norm()]:  # zeros add nothing
             raise ConfigError.of(
                 "wrong-result",
                 "train_step: expected no gradients before those of the marked losses, which hvdtrain computes, got one of "
@@ -217,6 +218,8 @@ class TorchLearner(Learner):
         buffers = self._copy_buffers()
         try:
             losses = self._functions.losses(piece, self._epoch, self._step, train=True)
+            if self._is_first:
+                self._check_has_no_gradients()
             marks = self._marks.marks_of(losses)
             for name in marks.minimized:
                 if self._splitter is not None and losses[name].count is None:

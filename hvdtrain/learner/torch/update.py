@@ -28,6 +28,9 @@ from hvdtrain.learner.torch.tensors import named_trained
 
 PLAIN_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
+HAS_OWN_RATES = "has_own_rates"
+"""The attribute of an optimizer whose groups have in each step the rates that other code has set in them."""
+
 
 def skips_by_itself(optimizer: object) -> bool:
     """Whether an optimizer itself skips an update on the device if its `found_inf` is 1, as torch.optim's do with fused=True."""
@@ -157,8 +160,8 @@ class Update:
             getattr(type(member), "zero_grad", None) is PLAIN_ZERO_GRAD for member in self._members
         )
         self._has_applied = False  # whether an update was applied, so that the optimizer's state is complete
-        self._rated: Any = None  # the groups of the last update, of which a load makes others
-        self._rates: list[Any] = []  # their rates since then
+        self._has_own_rates = getattr(self._inner, HAS_OWN_RATES, False)
+        self._rates: list[tuple[Any, Any]] = []  # the groups of the last update, of which a load makes others, and their rates
         self._norms_sent: list[AsyncCopy] = []  # the gradients' norms of at most two updates, oldest first
 
     @property
@@ -205,7 +208,7 @@ class Update:
             ConfigError: something else has set the rate.
         """
         groups = self._optimizer.param_groups
-        if groups is self._rated:
+        if not self._has_own_rates:
             self._check_rates(groups, learning_rate)
         if all(parameter.grad is None for parameter in self._trained.values()):  # all ranks left out their batches (skip_broken)
             return
@@ -227,14 +230,13 @@ class Update:
             if not self._has_applied:
                 check_plain(self._inner)
             self._has_applied = True
-            self._rated = groups
-            self._rates = [group["lr"] for group in groups]
+            self._rates = [(group, group["lr"]) for group in groups]
         self._drop_gradients()
 
     def _check_rates(self, groups: Sequence[Mapping[str, Any]], learning_rate: float) -> None:
         """Raises: ConfigError, if a group's rate is neither the last update's nor the next one's."""
-        for group, rate, multiplier in zip(groups, self._rates, self._multipliers, strict=True):
-            if group["lr"] not in (rate, learning_rate * multiplier):
+        for group, (rated, rate), multiplier in zip(groups, self._rates, self._multipliers, strict=False):
+            if group is rated and group["lr"] not in (rate, learning_rate * multiplier):
                 raise ConfigError.of(
                     "wrong-result",
                     f"optimizer: expected the learning rate {rate:g} of the last update in a group, got {group['lr']:g} (set "

@@ -179,8 +179,8 @@ class ChangingEpochs:
 
     def _replacing_value(self, feed: Feed, keys: Mapping[str, Any]) -> Any:
         """The value of a dataset's key in an epoch, if it is other data than the config's."""
-        value = (keys.get("eval_datasets") or {}).get(feed.name, keys.get(feed.name) if feed.name in DATASETS else None)
-        return None if value is None or same_data(value, getattr(self._settings.data, feed.name, None)) else value
+        value = value_of_dataset(feed.name, keys)
+        return None if value is None or same_data(value, value_of_dataset(feed.name, vars(self._settings.data))) else value
 
     def _close_replaced(self, values: Mapping[str, Any]) -> None:
         """Close the datasets in whose place others have to be opened."""
@@ -219,6 +219,11 @@ class ChangingEpochs:
         begun = self._begun if spec is settings.train else None
         ranks = begun.ranks if begun is not None and begun.number == self._latest.epoch else self._comm.size
         return with_keys(self._opened[feed.name].feed if is_other else feed, settings, spec, ranks)
+
+
+def value_of_dataset(name: str, keys: Mapping[str, Any]) -> Any:
+    """The value of a dataset among keys; None: they have none."""
+    return (keys.get("eval_datasets") or {}).get(name, keys.get(name) if name in DATASETS else None)
 
 
 def same_data(first: Any, second: Any) -> bool:

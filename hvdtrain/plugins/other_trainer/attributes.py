@@ -86,11 +86,11 @@ def has_same(values: Mapping[str, Any], name: str, value: Any) -> bool:
 
 
 def is_nested(value: Any) -> bool:
-    """Whether it is a list or a dict of plain values and of tensors."""
+    """Whether it is a list or a dict of plain values and of tensors. None within it has another class: a checkpoint has none."""
     if isinstance(value, dict):
         return all(type(key) in (int, str) for key in value) and is_nested(list(value.values()))
     return type(value) in (list, tuple) and all(
-        is_plain(one) or type(one) is torch.Tensor or (isinstance(one, (dict, list, tuple)) and is_nested(one)) for one in value
+        is_plain(one) or type(one) is torch.Tensor or (type(one) in (dict, list, tuple) and is_nested(one)) for one in value
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from hvdtrain.learner.torch.update import HAS_OWN_RATES
+
 
 class GroupRates:
     """Each group of the optimizer has its own rate; hvdtrain gives all of them that of the first one.
@@ -22,6 +24,7 @@ class GroupRates:
     def take(self, optimizer: Any, model_parameters: Iterable[Any]) -> None:
         """Parameters of the model that the optimizer does not have are not trained, as there."""
         self.optimizer = optimizer
+        setattr(optimizer, HAS_OWN_RATES, True)
         optimized = set(map(id, parameters_of(optimizer)))
         for parameter in model_parameters:
             if id(parameter) not in optimized:

@@ -13,6 +13,7 @@ from trainings import Run, Trained, assert_same, trains
 import hvdtrain as hvdtrain_api
 from hvdtrain.config.convert import may_take
 from hvdtrain.errors import ConfigError
+from hvdtrain.plugins.epoch_keys.changing import value_of_dataset
 from hvdtrain.plugins.epoch_keys.epoch_settings import settings_of_epoch
 from hvdtrain.settings import read_settings
 
@@ -129,6 +130,11 @@ def test_conflicts_and_other_datasets_are_problems(corpus: Path) -> None:
     assert (changed.batch.batch_size, changed.train.order.partition_epoch) == (7, 2)
     assert changed.evaluations[0] is base.evaluations[0]
     assert base.batch.batch_size is None
+
+
+def test_a_dataset_is_that_of_its_own_key_or_of_eval_datasets() -> None:
+    keys = {"dev": "a.hdf", "eval_datasets": {"hard": "b.hdf"}}
+    assert [value_of_dataset(name, keys) for name in ("dev", "hard", "eval", "learning_rate")] == ["a.hdf", "b.hdf", None, None]
 
 
 def test_a_rate_that_no_function_takes_is_refused_or_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

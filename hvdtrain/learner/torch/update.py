@@ -27,9 +27,7 @@ from hvdtrain.learner.torch.several_optimizers import members_of
 from hvdtrain.learner.torch.tensors import named_trained
 
 PLAIN_ZERO_GRAD = torch.optim.Optimizer.zero_grad
-
-HAS_OWN_RATES = "has_own_rates"
-"""The attribute of an optimizer whose groups have in each step the rates that other code has set in them."""
+HAS_OWN_RATES = "has_own_rates"  # an attribute of an optimizer whose groups have in each step the rates that other code sets
 
 
 def skips_by_itself(optimizer: object) -> bool:
@@ -53,9 +51,8 @@ class _DeviceDecision:
 class DeviceSkips:
     """Lets the device decide whether an update is skipped; the host learns it one update later.
 
-    The loss scale then adapts on the device. The host's `check` and `scale` repeat this one update later, with the same
-    arithmetic, for the log, the checkpoint, and the error about too many consecutive skipped updates. All ranks read an update's
-    flags before the next update, so that they raise this error together.
+    The loss scale then adapts on the device. The host's `check` and `scale` repeat it with the same arithmetic, for the log, the
+    checkpoint, and the error about too many consecutive skipped updates, which all ranks raise together before the next one.
 
     Args:
         check: counts skipped updates, and keeps the host's loss scale.
@@ -152,8 +149,7 @@ class Update:
         self._noise = noise
         self._on_device = skips.on_device
         self._seed = seed
-        # That of PyTorch's optimizers does nothing else, but within a range for profilers, which takes longer than a small step's
-        # backward.
+        # That of PyTorch's optimizers does nothing else, but in a range for profilers: longer than a small step's backward.
         self._inner = optimizer.inner if isinstance(optimizer, DividedOptimizer) else optimizer
         self._members = list(members_of(self._inner))
         self._drops_plainly = not isinstance(optimizer, DividedOptimizer) and all(
@@ -181,8 +177,7 @@ class Update:
             self._on_device.flush()
 
     def gradient_norm(self) -> float | None:
-        """The gradients' global norm before clipping, in the newest update whose norm has arrived from the device; None if there
-        is none, or if the norm is not clipped."""
+        """The newest global norm of the gradients before clipping that has arrived from the device; None: there is none."""
         arrived = [norm for norm in self._norms_sent if norm.has_arrived()]
         return float(arrived[-1].values()) if arrived else None
 

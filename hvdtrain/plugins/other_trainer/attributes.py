@@ -85,12 +85,25 @@ def has_same(values: Mapping[str, Any], name: str, value: Any) -> bool:
     return name in values and is_same(values[name], value)
 
 
-def is_nested(value: Any) -> bool:
-    """Whether it is a list or a dict of plain values and of tensors. None within it has another class: a checkpoint has none."""
+DEEPEST = 20
+"""Levels of lists in lists, beyond which they are not kept: one may contain itself."""
+
+
+def is_nested(value: Any, levels: int = DEEPEST) -> bool:
+    """Whether it is a list or a dict of plain values and of tensors. None within it has another class: a checkpoint has none.
+
+    >>> itself: list[object] = [1]
+    >>> itself.append(itself)
+    >>> is_nested([{"n": 1}, [2.0]]), is_nested(itself)
+    (True, False)
+    """
     if isinstance(value, dict):
-        return all(type(key) in (int, str) for key in value) and is_nested(list(value.values()))
+        return all(type(key) in (int, str) for key in value) and is_nested(list(value.values()), levels)
     return type(value) in (list, tuple) and all(
-        is_plain(one) or type(one) is torch.Tensor or (type(one) in (dict, list, tuple) and is_nested(one)) for one in value
+        is_plain(entry)
+        or type(entry) is torch.Tensor
+        or (levels > 0 and type(entry) in (dict, list, tuple) and is_nested(entry, levels - 1))
+        for entry in value
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hvdtrain.learner.torch.trees import change_leaves, tensors_in
+
 OWNED_BY_OTHERS = frozenset(vars(torch.nn.Module())) | {"_current_fx_name"}
 
 ON_DEVICE = "on the device"
@@ -30,7 +32,7 @@ class Attributes:
     def _values(self) -> dict[str, Any]:
         """Copies of them."""
         return {
-            f"{owner}.{name}": of_each(value, lambda tensor: tensor.detach().clone())
+            f"{owner}.{name}": change_tensors(value, lambda tensor: tensor.detach().clone())
             for owner, user_object in self._objects.items()
             for name, value in vars(user_object).items()
             if name not in OWNED_BY_OTHERS and (is_plain(value) or (owner not in self._without_lists and is_nested(value)))
@@ -49,7 +51,7 @@ class Attributes:
             if owner not in self._objects:
                 continue
             if name in on_device:
-                value = of_each(value, lambda tensor: tensor.to(device))
+                value = change_tensors(value, lambda tensor: tensor.to(device))
             present = vars(self._objects[owner])
             if isinstance(present.get(attribute), dict) and type(value) is dict:  # it may be a defaultdict
                 present[attribute].clear()
@@ -60,20 +62,14 @@ class Attributes:
 
 def saved(changed: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes for a checkpoint, with all tensors on the CPU."""
-    devices: dict[str, set[str]] = {name: set() for name in changed}
-    for name, value in changed.items():
-        of_each(value, lambda tensor, found=devices[name]: found.add(tensor.device.type))  # type: ignore[misc]
-    on_device = [name for name, found in devices.items() if found - {"cpu"}]
-    return {name: of_each(value, torch.Tensor.cpu) for name, value in changed.items()} | {ON_DEVICE: on_device}
+    on_device = [name for name, value in changed.items() if any(tensor.device.type != "cpu" for tensor in tensors_in(value))]
+    return {name: change_tensors(value, torch.Tensor.cpu) for name, value in changed.items()} | {ON_DEVICE: on_device}
 
 
-def of_each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The value with the results of a function in place of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: of_each(one, function) for key, one in value.items()}
-    return type(value)(of_each(one, function) for one in value) if isinstance(value, (list, tuple)) else value
+def change_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A copy with other tensors; of a defaultdict or the like, a dict."""
+    value = dict(value) if isinstance(value, dict) else value
+    return change_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def is_plain(value: Any) -> bool:
@@ -113,7 +109,7 @@ def is_same(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.device) == (other.dtype, other.device) and torch.equal(value, other)
     if isinstance(value, dict):
-        return value.keys() == other.keys() and all(is_same(one, other[key]) for key, one in value.items())
+        return value.keys() == other.keys() and all(is_same(entry, other[key]) for key, entry in value.items())
     if isinstance(value, (list, tuple)):
         return len(value) == len(other) and all(map(is_same, value, other))
     return bool(value == other)
